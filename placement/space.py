@@ -1,0 +1,83 @@
+"""The count space: every placement the planner considers, with its size by formula.
+
+For each GPU split (a, r) with a + r = N, both at least 1, and each scoring mode: how many of the first decodes move to
+reward GPUs, how many of each mini-batch's last training tasks, and, where there are forward-only replays, how many of
+each mini-batch's last ones (old and reference replay of a candidate move together). GPUs of one role are alike, so
+counts with round-robin assignment stand for all placements that differ only in GPU names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+from stagebreaker.profiles.document import InputError
+from stagebreaker.sim.plan import Placement, Scoring
+from stagebreaker.sim.workload import Workload
+
+SCHEDULE = "stagebreaker"
+
+
+@dataclass(frozen=True)
+class Region:
+    """The placements of one GPU split and scoring mode; all of them share one step graph."""
+
+    workload: Workload
+    actors: int
+    rewards: int
+    scoring: Scoring
+
+    @property
+    def forward_only(self) -> tuple[int, ...]:
+        """Per mini-batch: the number of candidates that have forward-only replays."""
+        w = self.workload
+        old = [w.old_logprob_source == "recompute" or (w.old_logprob_source == "first_replay" and m > 0) for m in range(w.mini_batches)]
+        return tuple(len(w.mini_batch_members(m)) if old[m] or w.reference_replay else 0 for m in range(w.mini_batches))
+
+    @property
+    def size(self) -> int:
+        """(B+1) x prod_m(|mb_m|+1) [x prod_m(|mb_m|+1) over the mini-batches with forward-only replays]."""
+        w = self.workload
+        training = prod(len(w.mini_batch_members(m)) + 1 for m in range(w.mini_batches))
+        return (w.candidates + 1) * training * prod(n + 1 for n in self.forward_only)
+
+    def base(self) -> Placement:
+        """The placement that moves nothing."""
+        return Placement(schedule=SCHEDULE, actors=self.actors, rewards=self.rewards, scoring=self.scoring)
+
+    def placements(self) -> Iterator[Placement]:
+        """Every placement once, in lexicographic order of (decodes, training, forward-only) counts."""
+        w = self.workload
+        training = [range(len(w.mini_batch_members(m)) + 1) for m in range(w.mini_batches)]
+        forward = [range(n + 1) for n in self.forward_only]
+        has_old, has_ref = w.old_logprob_source != "rollout", w.reference_replay
+        fixed = {"schedule": SCHEDULE, "actors": self.actors, "rewards": self.rewards, "scoring": self.scoring, "splits": ()}
+        for vae in range(w.candidates + 1):
+            for train in product(*training):
+                for moved in product(*forward) if any(self.forward_only) else ((),):
+                    # The ranges above are the validation; constructing without it keeps the enumeration fast.
+                    yield Placement.model_construct(
+                        **fixed, vae_moved=vae, train_moved=train, old_moved=moved if has_old else (), ref_moved=moved if has_ref else ()
+                    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Space:
+    """All regions of one planning problem."""
+
+    regions: tuple[Region, ...]
+
+    @classmethod
+    def of(cls, workload: Workload, gpus: int, split: tuple[int, int] | None, scoring: tuple[Scoring, ...]) -> Space:
+        """Every split of ``gpus`` into actors and reward GPUs, or the one given, under each scoring mode."""
+        if gpus < 2:
+            raise InputError(f"gpus={gpus} must be at least 2: one actor and one reward GPU")
+        splits = [split] if split else [(a, gpus - a) for a in range(1, gpus)]
+        return cls(tuple(Region(workload, a, r, mode) for a, r in splits for mode in scoring))
+
+    @property
+    def size(self) -> int:
+        """Number of placements, by formula."""
+        return sum(region.size for region in self.regions)

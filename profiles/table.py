@@ -1,0 +1,163 @@
+"""Profile: what each task of an RL step costs on each kind of GPU.
+
+A profile is a table of entries, one per (task kind, GPU kind, batch size), each with its duration samples in
+integer microseconds, and a table of data sizes that decide what a transfer costs. Planning uses medians.
+It says how it came about (measured, predicted, fitted, provisional) and on what; it does not know any schedule.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from stagebreaker.profiles.document import Document, InputError, Model, nearest
+from stagebreaker.profiles.interpolate import interpolate_us
+
+TASK_KINDS = (
+    "encode_prompt",
+    "generate",
+    "vae_decode",
+    "score",
+    "old_replay",
+    "ref_replay",
+    "loss_replay",
+    "grad_replay",
+    "context_rebuild",
+    "fold",
+    "update",
+    "switch",
+)
+"""Kinds with a cost. ``context_rebuild`` is no task of its own: every *part* of a split replay pays it once."""
+
+DATA_KINDS = ("embeddings", "latents", "trajectory", "frames", "gradient", "adapter")
+"""Kinds of data that travel between tasks; what each edge carries is decided by ``sim.dataflow``."""
+
+Provenance = Literal["measured", "predicted", "fitted", "provisional"]
+Serving = Literal["serial", "dynamic", "continuous"]
+NonNegative = Annotated[int, Field(ge=0)]
+
+
+class TaskCost(Model):
+    """Samples of one task kind on one GPU kind at one batch size."""
+
+    kind: str
+    gpu_kind: str
+    batch_size: Annotated[int, Field(ge=1)] = 1
+    samples_us: tuple[NonNegative, ...]
+    peak_memory_bytes: NonNegative | None = None
+    """None: not measured."""
+
+    @field_validator("kind")
+    @classmethod
+    def _known(cls, kind: str) -> str:
+        if kind not in TASK_KINDS:
+            raise ValueError(f"kind={kind!r} is no task kind; {nearest(kind, TASK_KINDS)}")
+        return kind
+
+    @field_validator("samples_us")
+    @classmethod
+    def _some(cls, samples: tuple[int, ...]) -> tuple[int, ...]:
+        if not samples:
+            raise ValueError("samples_us is empty; give at least one duration in microseconds")
+        return samples
+
+    @property
+    def median_us(self) -> int:
+        """Median of the samples, rounded down to a whole microsecond."""
+        return int(statistics.median(self.samples_us))
+
+    @property
+    def spread(self) -> float:
+        """Interquartile range over the median (0 for a single sample)."""
+        if len(self.samples_us) < 2 or self.median_us == 0:
+            return 0.0
+        low, _, high = statistics.quantiles(self.samples_us, n=4, method="inclusive")
+        return (high - low) / self.median_us
+
+
+class GpuKind(Model):
+    """One kind of GPU as the profile saw it."""
+
+    name: str
+    model: str
+    memory_bytes: NonNegative = 0
+    driver: str = ""
+
+
+class LinkCost(Model):
+    """What a transfer of n bytes between two GPUs costs: ``latency_us + n / bytes_per_s``."""
+
+    latency_us: NonNegative = 0
+    bytes_per_s: Annotated[int, Field(ge=1)]
+
+    def duration_us(self, size_bytes: int) -> int:
+        """Whole microseconds, rounded up."""
+        return self.latency_us + -(-size_bytes * 1_000_000 // self.bytes_per_s)
+
+
+class Profile(Document):
+    """profile.json."""
+
+    WHAT: ClassVar[str] = "profile"
+    name: str
+    provenance: Provenance
+    source: str
+    workload: str = ""
+    serving: Serving
+    dtype: str = "bfloat16"
+    resolution: str = ""
+    latent_frames: NonNegative = 0
+    versions: dict[str, str] = {}
+    gpu_kinds: tuple[GpuKind, ...]
+    link: LinkCost
+    sizes_bytes: dict[str, NonNegative]
+    tasks: tuple[TaskCost, ...]
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Profile:
+        if not self.gpu_kinds:
+            raise ValueError("gpu_kinds is empty; name at least one kind of GPU")
+        known = [kind.name for kind in self.gpu_kinds]
+        if len(set(known)) != len(known):
+            raise ValueError(f"gpu_kinds names a kind twice: {', '.join(known)}; keep one of each")
+        for size in self.sizes_bytes:
+            if size not in DATA_KINDS:
+                raise ValueError(f"sizes_bytes.{size} is no data kind; {nearest(size, DATA_KINDS)}")
+        seen: set[tuple[str, str, int]] = set()
+        for task in self.tasks:
+            key = (task.kind, task.gpu_kind, task.batch_size)
+            if task.gpu_kind not in known:
+                raise ValueError(f"task {task.kind} is on gpu_kind={task.gpu_kind!r}; {nearest(task.gpu_kind, known)}")
+            if key in seen:
+                raise ValueError(f"task {task.kind} on {task.gpu_kind} at batch {task.batch_size} stands twice; keep one")
+            seen.add(key)
+        return self
+
+    def has(self, kind: str, gpu_kind: str) -> bool:
+        """Whether any batch size of this task was profiled on this GPU kind."""
+        return any(task.kind == kind and task.gpu_kind == gpu_kind for task in self.tasks)
+
+    def curve_us(self, kind: str, gpu_kind: str) -> dict[int, int]:
+        """Batch size -> median duration in us, ascending."""
+        points = {t.batch_size: t.median_us for t in self.tasks if t.kind == kind and t.gpu_kind == gpu_kind}
+        if not points:
+            raise InputError(
+                f"profile {self.name!r} has no task {kind!r} on GPU kind {gpu_kind!r}; it has "
+                f"{', '.join(sorted({t.kind for t in self.tasks if t.gpu_kind == gpu_kind})) or 'none'}; "
+                f"profile it with stagebreaker-profile"
+            )
+        return dict(sorted(points.items()))
+
+    def duration_us(self, kind: str, gpu_kind: str, batch_size: int = 1) -> int:
+        """Median duration in us of one task of ``batch_size`` members, interpolated between measured batches."""
+        return interpolate_us(self.curve_us(kind, gpu_kind), batch_size, f"{kind} on {gpu_kind} in profile {self.name!r}")
+
+    def size_bytes(self, data: str) -> int:
+        """Bytes of one object of this data kind; an absent entry is an error, not zero."""
+        if data not in self.sizes_bytes:
+            raise InputError(
+                f"profile {self.name!r} has no sizes_bytes.{data}; it has {', '.join(sorted(self.sizes_bytes))}; add it"
+            )
+        return self.sizes_bytes[data]

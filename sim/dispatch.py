@@ -1,0 +1,179 @@
+"""Dispatch: which task may start next on which lane. The rules both interpreters share.
+
+A lane is exclusive and takes its queue strictly in order; a task starts when all its inputs have arrived. Score
+requests stand in no queue: the lane's judge serves them, as its serving mode says, once the decodes before them
+leave it free and before the tasks after them. Dispatch keeps the counts; it knows neither clocks nor durations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stagebreaker.profiles.table import Profile, Serving
+from stagebreaker.sim.dataflow import CONTROL_KINDS, POLICY_KINDS, REQUEST, Assignment, StepGraph
+
+CONTROL = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Data of ``source`` on its way to lane ``target``; ``users`` may count it as arrived when it gets there."""
+
+    source: int
+    target: int
+    data: str
+    size_bytes: int
+    users: tuple[int, ...]
+
+
+class GraphIndex:
+    """A step graph as integer lists, made once and shared by every placement of that graph.
+
+    ``users[t]`` holds (user, data kind or None, bytes) per outgoing edge.
+    """
+
+    def __init__(self, graph: StepGraph, profile: Profile) -> None:
+        self.graph = graph
+        self.tasks = graph.tasks
+        self.index = {task.id: n for n, task in enumerate(graph.tasks)}
+        self.needs = [len(task.needs) for task in graph.tasks]
+        self.users: list[list[tuple[int, str | None, int]]] = [[] for _ in graph.tasks]
+        for n, task in enumerate(graph.tasks):
+            for need in task.needs:
+                size = data_bytes(profile, need.data) if need.data else 0
+                self.users[self.index[need.task]].append((n, need.data, size))
+        self.control = [task.kind in CONTROL_KINDS for task in graph.tasks]
+        self.request = [task.kind == REQUEST for task in graph.tasks]
+        self.update = [task.kind == "update" for task in graph.tasks]
+        self.policy = [task.kind in POLICY_KINDS for task in graph.tasks]
+        self.lanes = {lane.name: n for n, lane in enumerate(graph.lanes)}
+        self.adapter_bytes = data_bytes(profile, "adapter")
+        self.roots = [n for n, count in enumerate(self.needs) if not count]
+
+
+def data_bytes(profile: Profile, data: str) -> int:
+    """Bytes of one object of a data kind; g+ and g- together are two gradients."""
+    return 2 * profile.size_bytes("gradient") if data == "sign_gradients" else profile.size_bytes(data)
+
+
+class Dispatch:
+    """The state of one step under one assignment."""
+
+    def __init__(self, index: GraphIndex, assignment: Assignment) -> None:
+        names, lanes = index.index, index.lanes
+        self.index = index
+        self.lane = [CONTROL] * len(index.tasks)
+        for task, lane in assignment.lane_of.items():
+            self.lane[names[task]] = lanes[lane]
+        self.queue = [[names[task] for task in assignment.order[lane]] for lane in lanes]
+        self.serve_after = [assignment.serve_after.get(lane, 0) for lane in lanes]
+        self.missing = list(index.needs)
+        self.position = [0] * len(lanes)
+        self.waiting: list[list[int]] = [[] for _ in lanes]
+        self.open_requests = [0] * len(lanes)
+        for n, is_request in enumerate(index.request):
+            if is_request:
+                self.open_requests[self.lane[n]] += 1
+        self.touched: list[int] = []
+        """Lanes where something became ready; the interpreter empties it."""
+        self.serves = [count > 0 for count in self.open_requests]
+        used = [False] * len(lanes)
+        for n, lane_number in enumerate(self.lane):
+            if index.policy[n] and lane_number != CONTROL:
+                used[lane_number] = True
+        self.policy_lanes = [n for n, has in enumerate(used) if has]
+
+    def begin(self) -> list[int]:
+        """Control tasks that are ready before anything has run (none in a sensible graph)."""
+        ready: list[int] = []
+        for n in self.index.roots:
+            self._ready(n, ready)
+        return ready
+
+    def _ready(self, n: int, controls: list[int]) -> None:
+        if self.index.control[n]:
+            controls.append(n)
+            return
+        lane = self.lane[n]
+        self.touched.append(lane)
+        if self.index.request[n]:
+            self.waiting[lane].append(n)
+
+    def complete(self, n: int) -> tuple[list[int], list[Transfer]]:
+        """Task ``n`` is done: (control tasks now ready, transfers now due in the order of their egress)."""
+        controls: list[int] = []
+        here = self.lane[n]
+        away: dict[tuple[int, str], tuple[int, list[int]]] = {}
+        for user, data, size in self.index.users[n]:
+            there = self.lane[user]
+            if data is None or there == here or there == CONTROL or here == CONTROL:
+                self._arrived(user, controls)
+            elif (there, data) in away:
+                away[there, data][1].append(user)
+            else:
+                away[there, data] = (size, [user])
+        if self.index.update[n]:  # every lane with a policy gets the new adapter, whether or not a task waits for it
+            for there in self.policy_lanes:
+                if there != here and (there, "adapter") not in away:
+                    away[there, "adapter"] = (self.index.adapter_bytes, [])
+        if not away:
+            return controls, []
+        transfers = [Transfer(n, there, data, size, tuple(users)) for (there, data), (size, users) in sorted(away.items())]
+        return controls, transfers
+
+    def arrive(self, transfer: Transfer) -> list[int]:
+        """A transfer has reached its lane: control tasks now ready."""
+        controls: list[int] = []
+        for user in transfer.users:
+            self._arrived(user, controls)
+        return controls
+
+    def _arrived(self, user: int, controls: list[int]) -> None:
+        self.missing[user] -= 1
+        if not self.missing[user]:
+            self._ready(user, controls)
+
+    def next_task(self, lane: int) -> int | None:
+        """Head of the lane's queue if it may start now. Take it with ``take_task``."""
+        position = self.position[lane]
+        queue = self.queue[lane]
+        if position == len(queue) or (position >= self.serve_after[lane] and self.open_requests[lane]):
+            return None
+        head = queue[position]
+        return None if self.missing[head] else head
+
+    def take_task(self, lane: int) -> None:
+        """The head has started."""
+        self.position[lane] += 1
+
+    def take_requests(self, lane: int, serving: Serving) -> list[int]:
+        """Requests the judge admits now: serial the first that waits, otherwise all that wait."""
+        waiting = self.waiting[lane]
+        taken = sorted(waiting)[:1] if serving == "serial" else sorted(waiting)
+        self.waiting[lane] = [n for n in waiting if n not in taken]
+        return taken
+
+    def request_done(self, lane: int) -> None:
+        """One request of the lane has its score (call ``complete`` for it too)."""
+        self.open_requests[lane] -= 1
+
+    def finished(self, lane: int) -> bool:
+        """Nothing is left to start on this lane."""
+        return self.position[lane] == len(self.queue[lane]) and not self.open_requests[lane]
+
+    def blocked(self) -> list[str]:
+        """One line per lane that still has work: what it waits for and which inputs are missing."""
+        lines = []
+        names = [lane.name for lane in self.index.graph.lanes]
+        for lane, name in enumerate(names):
+            if self.finished(lane):
+                continue
+            position = self.position[lane]
+            heads = [n for n in range(len(self.lane)) if self.index.request[n] and self.lane[n] == lane and self.missing[n]]
+            if position < len(self.queue[lane]):
+                heads.insert(0, self.queue[lane][position])
+            for head in heads[:3]:
+                task = self.index.tasks[head]
+                needs = ", ".join(need.task for need in task.needs) or "nothing"
+                lines.append(f"{name} waits for {task.id} ({self.missing[head]} of its inputs missing: {needs})")
+        return lines
