@@ -8,17 +8,14 @@ nor what a task computes.
 
 from __future__ import annotations
 
-import asyncio
-import os
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from stagebreaker.executor.cluster import now_us, start_ray
 from stagebreaker.profiles.document import InputError
 from stagebreaker.sim.dataflow import Lane, Task
-from stagebreaker.sim.engine import Costs
 from stagebreaker.sim.workload import Workload
 
 PLACEMENT_TIMEOUT_S = 60.0
@@ -59,17 +56,19 @@ class Backend(Protocol):
         """Release every worker."""
 
 
-def now_us() -> int:
-    """The controller's clock."""
-    return time.monotonic_ns() // 1000
-
-
 class Inline:
     """Real workers in this process."""
 
     name = "inline"
 
-    def __init__(self, workload: Workload, lanes: Sequence[Lane], kinds: Mapping[str, tuple[str, ...]], device: str, dtype: str) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        lanes: Sequence[Lane],
+        kinds: Mapping[str, tuple[str, ...]],
+        device: str,
+        dtype: str,
+    ) -> None:
         from stagebreaker.executor.worker import Worker
 
         self._workers = [Worker(workload, device, dtype) for _ in lanes]
@@ -107,7 +106,7 @@ class Inline:
         """Nothing to release."""
 
 
-class _RayBackend:
+class RayBackend:
     """What both Ray backends share: one actor per lane, calls by reference, one clock."""
 
     name = "ray"
@@ -133,7 +132,7 @@ class _RayBackend:
             assert best is not None
             self._offset_us.append(best[1] if abs(best[1]) > best[0] else 0)
 
-    def _start(self, ref: Any, token: Any, what: Task | str, lane: int) -> None:
+    def start(self, ref: Any, token: Any, what: Task | str, lane: int) -> None:
         self._pending[ref] = (token, what, lane)
 
     def wait(self) -> list[Done]:
@@ -163,10 +162,17 @@ class _RayBackend:
         self.ray.shutdown()
 
 
-class RayWorkers(_RayBackend):
+class RayWorkers(RayBackend):
     """One process with real engines per GPU."""
 
-    def __init__(self, workload: Workload, lanes: Sequence[Lane], kinds: Mapping[str, tuple[str, ...]], device: str, dtype: str) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        lanes: Sequence[Lane],
+        kinds: Mapping[str, tuple[str, ...]],
+        device: str,
+        dtype: str,
+    ) -> None:
         super().__init__(lanes)
         need = len(lanes)
         have = int(self.ray.cluster_resources().get("GPU", 0))
@@ -177,7 +183,9 @@ class RayWorkers(_RayBackend):
         options = {"num_cpus": 0, "num_gpus": 1 if device == "cuda" else 0, "max_restarts": 0}
         self._actors = [actor.options(**options).remote(workload, device, dtype, kinds[lane.name]) for lane in lanes]
         warm = [a.warm.options(concurrency_group="compute").remote() for a in self._actors]
-        ready, waiting = self.ray.wait(warm, num_returns=need, timeout=None if device == "cuda" else 10 * PLACEMENT_TIMEOUT_S)
+        ready, waiting = self.ray.wait(
+            warm, num_returns=need, timeout=None if device == "cuda" else 10 * PLACEMENT_TIMEOUT_S
+        )
         if waiting:
             self.stop()
             raise InputError(f"{len(waiting)} of {need} workers did not start; look for memory or CPUs taken by others")
@@ -191,13 +199,13 @@ class RayWorkers(_RayBackend):
     def run(self, lane: int, order: Any, token: Any) -> None:
         """Submit the task to its process."""
         ref = self._actors[lane].run.options(concurrency_group="compute").remote(order)
-        self._start(ref, token, order.task, lane)
+        self.start(ref, token, order.task, lane)
 
     def send(self, source: int, target: int, task: str, data: str, size_bytes: int, token: Any) -> None:
         """Export on one side, receive on the other; the message goes through Ray's object store by reference."""
         message = self._actors[source].export.options(concurrency_group="data").remote(task, data)
         ref = self._actors[target].receive.options(concurrency_group="data").remote(task, data, message)
-        self._start(ref, token, f"{task}/{data}", target)
+        self.start(ref, token, f"{task}/{data}", target)
 
 
 class _Process:
@@ -220,148 +228,15 @@ class _Process:
         value = self.worker.run(order)
         return value, start, now_us()
 
-    def export(self, task: str, data: str) -> tuple[int, dict[str, Any]]:
+    def export(self, task: str, data: str) -> tuple[int, Any]:
         return now_us(), self.worker.export(task, data)
 
-    def receive(self, task: str, data: str, message: tuple[int, dict[str, Any]]) -> tuple[None, int, int]:
+    def receive(self, task: str, data: str, message: tuple[int, Any]) -> tuple[None, int, int]:
         self.worker.receive(task, data, message[1])
         return None, message[0], now_us()
 
     def call(self, method: str, *args: Any) -> Any:
         return getattr(self.worker, method)(*args)
-
-
-class Emulated(_RayBackend):
-    """Light actors that sleep: profiled time x ``time_scale``. Values are None; only time is real."""
-
-    name = "emulated"
-
-    def __init__(self, lanes: Sequence[Lane], costs: Costs, time_scale: float) -> None:
-        super().__init__(lanes)
-        self._costs, self._scale = costs, time_scale
-        actor = self.ray.remote(_Sleeper).options(num_cpus=0, max_concurrency=1000)
-        curves = [
-            {b: costs.batch_us(b, lane) * time_scale / 1e6 for b in _measured_batches(costs, lane)} for lane in range(len(lanes))
-        ]
-        self._actors = [actor.remote(curve) for curve in curves]
-        self.ray.get([a.clock_us.remote() for a in self._actors])
-        self._calibrate()
-
-    def run(self, lane: int, order: Any, token: Any) -> None:
-        """Sleep exclusively, or serve one request beside others."""
-        task: Task = order.task
-        actor = self._actors[lane]
-        if task.kind == "request":
-            ref = actor.serve.remote(task.id)
-        else:
-            ref = actor.sleep.remote(self._costs.task_us(task, lane) * self._scale / 1e6)
-        self._start(ref, token, task, lane)
-
-    def send(self, source: int, target: int, task: str, data: str, size_bytes: int, token: Any) -> None:
-        """The link's profiled time, beside whatever the source's GPU does."""
-        ref = self._actors[source].move.remote(self._costs.link.duration_us(size_bytes) * self._scale / 1e6)
-        self._start(ref, token, f"{task}/{data}", source)
-
-    def call(self, lane: int, method: str, *args: Any) -> Any:
-        """There is no engine to call."""
-        return None
-
-
-class _Sleeper:
-    """An emulated GPU: exclusive sleeps, and a judge whose n active requests advance at 1/t(n) while nothing else runs."""
-
-    def __init__(self, curve_s: dict[int, float]) -> None:
-        self.curve_s = curve_s
-        self.left: dict[str, float] = {}
-        self.exclusive = False
-        self.changed = asyncio.Event()
-        self.since = time.monotonic()
-
-    async def clock_us(self) -> int:
-        return now_us()
-
-    async def move(self, seconds: float) -> tuple[None, int, int]:
-        start = now_us()
-        await asyncio.sleep(seconds)
-        return None, start, now_us()
-
-    async def sleep(self, seconds: float) -> tuple[None, int, int]:
-        self._settle()
-        self.exclusive = True
-        start = now_us()
-        await asyncio.sleep(seconds)
-        end = now_us()
-        self._settle()
-        self.exclusive = False
-        self._wake()
-        return None, start, end
-
-    async def serve(self, request: str) -> tuple[None, int, int]:
-        start = now_us()
-        self._settle()
-        self.left[request] = 1.0
-        self._wake()
-        while True:
-            self._settle()
-            if self.left[request] <= 1e-9:
-                break
-            changed = self.changed
-            wait_s = None if self.exclusive else self.left[request] * self._t()
-            try:
-                await asyncio.wait_for(changed.wait(), wait_s)
-            except TimeoutError:
-                continue
-        del self.left[request]
-        self._wake()
-        return None, start, now_us()
-
-    def _t(self) -> float:
-        """t(n) of the active requests, in seconds."""
-        n = sum(left > 1e-9 for left in self.left.values())
-        return self.curve_s[max(1, n)]
-
-    def _settle(self) -> None:
-        """Book the progress since the last change."""
-        now = time.monotonic()
-        if not self.exclusive:
-            step = (now - self.since) / self._t()
-            self.left = {name: max(0.0, left - step) for name, left in self.left.items()}
-        self.since = now
-
-    def _wake(self) -> None:
-        self.changed.set()
-        self.changed = asyncio.Event()
-
-
-def _measured_batches(costs: Costs, lane: int) -> range:
-    gpu_kind = costs.kinds[lane]
-    if not costs.profile.has("score", gpu_kind):
-        return range(1, 1)
-    return range(1, max(costs.profile.curve_us("score", gpu_kind)) + 1)
-
-
-def start_ray(lanes: int) -> Any:
-    """Ray on this host, or the cluster that RAY_ADDRESS names. Its environment must be set before the first import.
-
-    Workers of a local cluster listen on the loopback interface only, keep their normal priority (Ray would make them
-    yield to every other process, which distorts timing), and report nothing to anybody.
-    """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-    os.environ.setdefault("RAY_worker_niceness", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    import ray
-
-    if ray.is_initialized():
-        return ray
-    if "RAY_ADDRESS" in os.environ:
-        ray.init(address=os.environ["RAY_ADDRESS"], logging_level="ERROR", log_to_driver=False)
-        return ray
-    ray.init(
-        num_cpus=max(2, os.cpu_count() or 2), include_dashboard=False, logging_level="ERROR", log_to_driver=False,
-        object_store_memory=200 * 1024**2 if lanes <= 16 else None, _node_ip_address="127.0.0.1",
-    )  # fmt: skip
-    return ray
 
 
 def _failed(what: Task | str, lane: Lane, error: Exception) -> TaskFailedError:

@@ -12,11 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from stagebreaker.executor.backends import Backend, Done, now_us
+from stagebreaker.executor.backends import Backend, Done
+from stagebreaker.executor.cluster import now_us
 from stagebreaker.profiles.table import Serving
 from stagebreaker.sim.dataflow import REQUEST, Assignment, Task
 from stagebreaker.sim.dispatch import Dispatch, GraphIndex, Transfer
-from stagebreaker.sim.engine import DeadlockError, task_row, transfer_row
+from stagebreaker.sim.engine import DeadlockError, in_order, task_row, transfer_row
 from stagebreaker.sim.timeline import Row, Timeline
 
 
@@ -55,7 +56,9 @@ def run_step(index: GraphIndex, assignment: Assignment, serving: Serving, backen
 
 
 class _Walk:
-    def __init__(self, index: GraphIndex, assignment: Assignment, serving: Serving, backend: Backend, step: Step) -> None:
+    def __init__(
+        self, index: GraphIndex, assignment: Assignment, serving: Serving, backend: Backend, step: Step
+    ) -> None:
         self.index, self.serving, self.backend, self.step = index, serving, backend, step
         self.dispatch = Dispatch(index, assignment)
         self.lanes = [_Lane() for _ in index.graph.lanes]
@@ -79,8 +82,7 @@ class _Walk:
                 done.token[0](done, *done.token[1:])
         if not all(self.dispatch.finished(lane) for lane in range(len(self.lanes))):
             raise DeadlockError("; ".join(self.dispatch.blocked()))
-        rows = tuple(sorted(self.rows, key=lambda r: (r.start_us, r.end_us, r.gpu, r.task)))
-        return StepResult(Timeline(rows, self.index.graph.lanes), self.values)
+        return StepResult(Timeline(in_order(self.rows), self.index.graph.lanes), self.values)
 
     # -- starting ----------------------------------------------------------------------------------------------
 

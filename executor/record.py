@@ -48,7 +48,12 @@ def compare(predicted: Timeline, measured: Timeline) -> Comparison:
         pair = (_length(before[task]), _length(after[task]))
         kinds.setdefault(before[task].kind, []).append(pair)
     table = tuple(
-        KindComparison(kind, len(pairs), int(statistics.median(p for p, _ in pairs)), int(statistics.median(m for _, m in pairs)))
+        KindComparison(
+            kind,
+            len(pairs),
+            int(statistics.median(p for p, _ in pairs)),
+            int(statistics.median(m for _, m in pairs)),
+        )
         for kind, pairs in kinds.items()
     )
     unmatched = sorted({*before, *after} - set(both))
@@ -67,7 +72,12 @@ def _length(row: Row) -> int:
 def scaled(timeline: Timeline, factor: float) -> Timeline:
     """The timeline with every time multiplied: an emulated step back at full size."""
     rows = tuple(
-        replace(row, ready_us=round(row.ready_us * factor), start_us=round(row.start_us * factor), end_us=round(row.end_us * factor))
+        replace(
+            row,
+            ready_us=round(row.ready_us * factor),
+            start_us=round(row.start_us * factor),
+            end_us=round(row.end_us * factor),
+        )
         for row in timeline.rows
     )
     return Timeline(rows, timeline.lanes)

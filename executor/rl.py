@@ -71,19 +71,28 @@ class RLStep:
         for value in values.values():
             outcomes.update(value)
         w = self.workload
-        scope = int(task.id.split(":")[1])
-        members = {"group": w.group_members, "minibatch": w.mini_batch_members}.get(w.advantage_scope, lambda _: range(w.candidates))(scope)
+        members = self._scope(int(task.id.split(":")[1]))
         groups = sorted({w.group_of(i) for i in members})
         needed = [i for g in groups for i in w.group_members(g)]
         scores = {i: self._reward(i, outcomes) for i in needed}
         found = self.algorithm.advantages(
-            scores, {i: w.group_of(i) for i in needed}, scope=w.advantage_scope, on_unscorable=w.on_unscorable,
+            scores,
+            {i: w.group_of(i) for i in needed},
+            scope=w.advantage_scope,
+            on_unscorable=w.on_unscorable,
             mini_batches={i: w.mini_batch_of(i) for i in needed},
-        )  # fmt: skip
+        )
         self.candidate_rewards.update(scores)
         self.advantages.update({i: a for i, a in found.values.items() if i in members})
         self.masked.update({i: reason for i, reason in found.masked.items() if i in members})
         return {"values": {str(i): a for i, a in found.values.items()}}
+
+    def _scope(self, number: int) -> range:
+        """Candidates of an advantage task."""
+        w = self.workload
+        if w.advantage_scope == "group":
+            return w.group_members(number)
+        return w.mini_batch_members(number) if w.advantage_scope == "minibatch" else range(w.candidates)
 
     def _reward(self, candidate: int, outcomes: Mapping[str, Outcome]) -> float | None:
         """Its own score, or for pairs the share of comparisons it wins; None if any of them has no score."""

@@ -1,8 +1,8 @@
 """The run: a plan's schedule, N times, on a backend; what a user gets out of it.
 
-Each step walks the same graph the plan was simulated with. After each, every GPU that holds the policy must have the same
-adapter version with the same checksum, and a checkpoint is written. A failed task or Ctrl-C leaves the last checkpoint
-to resume from; the warm-up step changes nothing.
+Each step walks the same graph the plan was simulated with. After each, every GPU that holds the policy must have the
+same adapter version with the same checksum, and a checkpoint is written. A failed task or Ctrl-C leaves the last
+checkpoint to resume from; the warm-up step changes nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 from stagebreaker.executor import backends
 from stagebreaker.executor.backends import Backend, TaskFailedError
 from stagebreaker.executor.controller import Step, StepResult, run_step
+from stagebreaker.executor.emulated import Emulated
 from stagebreaker.executor.record import scaled
 from stagebreaker.profiles.cli import RunFailedError
 from stagebreaker.profiles.document import InputError, nearest
@@ -47,8 +48,9 @@ class Program:
         if schedule not in plan.schedules:
             raise InputError(f"schedule {schedule!r} is not in the plan; {nearest(schedule, plan.schedules)}")
         for what, document, claimed in (
-            ("workload", plan.workload, plan.workload_sha256), ("profile", plan.profile, plan.profile_sha256),
-        ):  # fmt: skip
+            ("workload", plan.workload, plan.workload_sha256),
+            ("profile", plan.profile, plan.profile_sha256),
+        ):
             if document.digest() != claimed:
                 raise InputError(f"the plan's {what} was changed after planning ({what}_sha256 differs); plan again")
         item = plan.schedules[schedule]
@@ -56,7 +58,9 @@ class Program:
         if dict(assignment.lane_of) != item.lane_of or dict(assignment.order) != item.order:
             moved = [t for t in assignment.lane_of if item.lane_of.get(t) != assignment.lane_of[t]]
             where = f"task {moved[0]}" if moved else "a queue's order"
-            raise InputError(f"the plan's {where} is not where its placement puts it; plan again instead of editing lists")
+            raise InputError(
+                f"the plan's {where} is not where its placement puts it; plan again instead of editing lists"
+            )
         return cls(plan, schedule, graph, assignment, GraphIndex(graph, plan.profile))
 
     def kinds(self) -> dict[str, tuple[str, ...]]:
@@ -121,14 +125,16 @@ class EmulatedStep:
 def emulate(program: Program, steps: int, time_scale: float, tick: Callable[[int], None] = lambda _: None) -> RunResult:
     """Run on sleeping actors, ``time_scale`` of real time. The first step is a warm-up and not kept."""
     costs = Costs(program.graph, program.plan.profile, program.plan.cluster, program.plan.workload.trained_steps)
-    backend = backends.Emulated(program.graph.lanes, costs, time_scale)
+    backend = Emulated(program.graph.lanes, costs, time_scale)
     result = RunResult(program, backend.name)
     try:
         for n in range(steps + 1):
             done = run_step(program.index, program.assignment, program.serving, backend, EmulatedStep())
             if n:
                 result.timelines.append(scaled(done.timeline, 1 / time_scale))
-                result.metrics.append({"step": n, "timing_s/step": result.step_us[-1] / 1e6, "sb/time_scale": time_scale})
+                result.metrics.append(
+                    {"step": n, "timing_s/step": result.step_us[-1] / 1e6, "sb/time_scale": time_scale}
+                )
             tick(1)
     finally:
         backend.stop()
@@ -148,12 +154,14 @@ class RunOptions:
     recorded: Sequence[Mapping[str, float | None]] | None = None
 
 
-def train(program: Program, backend_name: str, options: RunOptions, tick: Callable[[int], None] = lambda _: None) -> RunResult:
+def train(
+    program: Program, backend_name: str, options: RunOptions, tick: Callable[[int], None] = lambda _: None
+) -> RunResult:
     """Run on real engines. Raises ``RunFailedError`` with the task, the GPU and how to resume."""
     from stagebreaker.executor.worker import check_executable
 
     check_executable(program.plan.workload)
-    make = {"inline": backends.Inline, "ray": backends.RayWorkers}[backend_name]
+    make = backends.Inline if backend_name == "inline" else backends.RayWorkers
     backend = make(program.plan.workload, program.graph.lanes, program.kinds(), options.device, options.dtype)
     try:
         return _Training(program, backend, options, tick).go()
@@ -206,9 +214,14 @@ class _Training:
 
         workload, recorded = self.program.plan.workload, self.options.recorded
         step = RLStep(
-            workload, self.program.graph, self.algorithm, n, self._adapter_state()[0],
-            prompts_of_step(self.prompts, workload, n), recorded[n] if recorded is not None else None,
-        )  # fmt: skip
+            workload,
+            self.program.graph,
+            self.algorithm,
+            n,
+            self._adapter_state()[0],
+            prompts_of_step(self.prompts, workload, n),
+            recorded[n] if recorded is not None else None,
+        )
         walk: Step = step
         return run_step(self.program.index, self.program.assignment, self.program.serving, self.backend, walk), step
 
@@ -218,7 +231,10 @@ class _Training:
         for lane, state in zip(self.other_lanes, states[1:], strict=True):
             if state != states[0]:
                 name = self.program.graph.lanes[lane].name
-                raise TaskFailedError(f"{name} has adapter version {state[0]} ({state[1][:12]}), the update GPU {states[0][0]} ({states[0][1][:12]})")
+                raise TaskFailedError(
+                    f"{name} has adapter version {state[0]} ({state[1][:12]}), "
+                    f"the update GPU {states[0][0]} ({states[0][1][:12]})"
+                )
         version, digest = states[0]
         return version, digest
 
@@ -243,7 +259,11 @@ class _Training:
             from stagebreaker.executor import checkpoint
 
             found = checkpoint.latest(self.options.out)
-            how = f"resume after step {found[0]} with --resume --out {self.options.out}" if found else "no step was finished: run again"
+            how = (
+                f"resume after step {found[0]} with --resume --out {self.options.out}"
+                if found
+                else "no step was finished: run again"
+            )
             raise RunFailedError(f"step {n + 1}: {error}; {how}") from error
 
 

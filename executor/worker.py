@@ -15,7 +15,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,16 +27,20 @@ from stagebreaker.executor.kernels.merged_replay import merged_replay
 from stagebreaker.executor.kernels.replay import old_log_probs
 from stagebreaker.executor.kernels.reward_async import Accumulator, ClipCounts, SignGradients, compress
 from stagebreaker.executor.kernels.update import AdamWConfig, FlatAdamW
+from stagebreaker.executor.messages import Message, pack, to_numpy, to_tensor, unpack
 from stagebreaker.executor.models.causal_wan import CausalPolicy
 from stagebreaker.executor.models.load import load_judge_model, load_policy, load_text_encoder, load_vae
 from stagebreaker.executor.models.lora import FlatAdapter
 from stagebreaker.executor.rewards.judges import TinyVlmJudge
-from stagebreaker.executor.rewards.protocol import Request, Scored
+from stagebreaker.executor.rewards.protocol import Request
 from stagebreaker.profiles.document import InputError
 from stagebreaker.sim.dataflow import Task
 from stagebreaker.sim.workload import Workload
 
 LATENT_CHANNELS = 16
+_GRADIENTS = {"sign_gradients": "gradient"}
+"""g+ and g- lie where a single gradient would."""
+
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
 
@@ -65,7 +68,8 @@ def check_executable(workload: Workload) -> None:
     """Raise ``InputError`` for what the engines do not do yet; a plan of it can still run on the emulated backend."""
     if workload.algorithm != "dancegrpo":
         raise InputError(
-            f"algorithm={workload.algorithm!r} has no kernels yet; real engines run dancegrpo, the emulated backend runs any plan"
+            f"algorithm={workload.algorithm!r} has no kernels yet; real engines run dancegrpo, "
+            f"the emulated backend runs any plan"
         )
     if workload.reward_shape == "anchor":
         raise InputError("reward_shape='anchor' has no judge yet; real engines run pointwise and all_pairs")
@@ -76,7 +80,9 @@ def check_executable(workload: Workload) -> None:
 class Worker:
     """Engines are loaded when a task first needs them; ``device`` is "cpu" or "cuda"."""
 
-    def __init__(self, workload: Workload, device: str = "cpu", dtype: str = "float32", threads: int | None = 1) -> None:
+    def __init__(
+        self, workload: Workload, device: str = "cpu", dtype: str = "float32", threads: int | None = 1
+    ) -> None:
         check_executable(workload)
         if threads is not None and device == "cpu":
             torch.set_num_threads(threads)
@@ -85,7 +91,11 @@ class Worker:
         self.vectors: dict[int, Tensor] = {}
         self.accumulators: dict[int, Accumulator] = {}
         self.algorithm = DanceGRPO(
-            workload.trained_steps, workload.clip_low, workload.clip_high, workload.advantage_clamp, workload.advantage_eps
+            workload.trained_steps,
+            workload.clip_low,
+            workload.clip_high,
+            workload.advantage_clamp,
+            workload.advantage_eps,
         )
         self.algorithm.assert_homogeneous()
         self.sampler = Sampler(workload.sampler, warped_sigmas(workload.denoise_steps, workload.shift), workload.eta)
@@ -116,7 +126,12 @@ class Worker:
     @cached_property
     def vae(self) -> Any:
         """Latents to pixels."""
-        return load_vae(self.workload.vae, self.dtype if self.dtype != torch.float64 else torch.float32, self.device, self.workload.seed)
+        return load_vae(
+            self.workload.vae,
+            self.dtype if self.dtype != torch.float64 else torch.float32,
+            self.device,
+            self.workload.seed,
+        )
 
     @cached_property
     def text_encoder(self) -> Any:
@@ -139,9 +154,15 @@ class Worker:
     def warm(self, kinds: tuple[str, ...]) -> None:
         """Load the engines these task kinds need, so that no measured task does."""
         needs = {
-            "encode_prompt": ("text_encoder",), "vae_decode": ("vae",), "score": ("judge",), "request": ("judge",),
-            "update": ("adapter", "optimizer"), "generate": ("policy",), "switch": (), "fold": (),
-        }  # fmt: skip
+            "encode_prompt": ("text_encoder",),
+            "vae_decode": ("vae",),
+            "score": ("judge",),
+            "request": ("judge",),
+            "update": ("adapter", "optimizer"),
+            "generate": ("policy",),
+            "switch": (),
+            "fold": (),
+        }
         for kind in kinds:
             for engine in needs.get(kind, ("policy",)):
                 getattr(self, engine)
@@ -174,7 +195,14 @@ class Worker:
         key = NoiseKey(self.workload.seed, order.rl_step, candidate)
         steps = range(self.workload.trained_steps)
         trajectory = rollout(
-            self.policy, self.algorithm, text, self.shape, self.sampler, key, adapter_version=order.adapter_version, steps=steps
+            self.policy,
+            self.algorithm,
+            text,
+            self.shape,
+            self.sampler,
+            key,
+            adapter_version=order.adapter_version,
+            steps=steps,
         )
         self.store[order.task.id, "trajectory"] = (trajectory, text)
         self.store[order.task.id, "latents"] = trajectory.clean[None]
@@ -216,13 +244,23 @@ class Worker:
         self.store[order.task.id, "gradient"] = gradients
         return _ratio_report(units.logp_U, old_U, gradients.clip, gradients.n_buffers)
 
-    def _seeded_replay(self, order: Order, trajectory: Trajectory, text: Tensor, advantage: float | None) -> dict[str, Any]:
+    def _seeded_replay(
+        self, order: Order, trajectory: Trajectory, text: Tensor, advantage: float | None
+    ) -> dict[str, Any]:
         """Stage-centric: the loss replay gave the log-probs, the advantage is known; a masked candidate is skipped."""
         logp_U = trajectory.old_logp_U.new_tensor(order.values[f"loss_replay:{order.task.candidate}"])
         old_U = self._old(order, trajectory, logp_U)
         steps = order.task.steps
         g_P = stage_centric.grad_replay(
-            self.policy, self.adapter, self.algorithm, text, trajectory, logp_U, old_U, advantage or 0.0, steps
+            self.policy,
+            self.adapter,
+            self.algorithm,
+            text,
+            trajectory,
+            logp_U,
+            old_U,
+            advantage or 0.0,
+            steps,
         )
         self.store[order.task.id, "gradient"] = g_P
         return _ratio_report(logp_U, old_U, ClipCounts.of(*self.algorithm.phi(logp_U, old_U)), 1)
@@ -238,11 +276,11 @@ class Worker:
         return logp_U.detach()
 
     @staticmethod
-    def _advantage(order: Order) -> dict[str, Any] | None:
+    def _advantage(order: Order) -> Mapping[str, Any] | None:
         return next((value for name, value in order.values.items() if name.startswith("advantage:")), None)
 
     def _fold(self, order: Order) -> None:
-        """A_i g_i into the accumulator, in candidate order; or scaled here and sent, where partial results may travel."""
+        """A_i g_i into the accumulator, in candidate order; or only scaled here, to be added on the update GPU."""
         advantage = self._advantage(order)
         assert advantage is not None
         a = advantage["values"].get(str(_candidate(order)))
@@ -282,7 +320,12 @@ class Worker:
             adapter.load(adapter.vector(), order.adapter_version + 1)
             result = {"grad_norm": 0.0, "clipped": False, "skipped": True}
         self.vectors[adapter.version] = adapter.vector()
-        return {**result, "adapter_version": adapter.version, "sha256": adapter.sha256(), "candidates": len(order.parts)}
+        return {
+            **result,
+            "adapter_version": adapter.version,
+            "sha256": adapter.sha256(),
+            "candidates": len(order.parts),
+        }
 
     def _switch(self, order: Order) -> None:
         """Colocated stages: the engines of one stage leave the GPU, those of the next come back."""
@@ -298,50 +341,25 @@ class Worker:
 
     # -- data between workers ----------------------------------------------------------------------------------
 
-    def export(self, task: str, data: str) -> dict[str, Any]:
-        """One result as numpy arrays and plain values, for ``receive`` on another worker."""
+    def export(self, task: str, data: str) -> Message:
+        """One result as a message for ``receive`` on another worker."""
         if data == "adapter":
             version = max(self.vectors)
             vector = self.vectors[version]
-            return {"version": version, "vector": _numpy(vector), "sha256": self.adapter.sha256(vector)}
-        value = self.store[task, "gradient" if data == "sign_gradients" else data]
-        if data == "trajectory":
-            trajectory, text = value
-            return {"trajectory": trajectory.to_numpy(), "text": _numpy(text)}
-        if isinstance(value, SignGradients):
-            minus = None if value.n_buffers == 1 else _numpy(value.minus_P)
-            return {"plus": _numpy(value.plus_P), "minus": minus, "clip": value.clip}
-        if isinstance(value, list):
-            return {"tensors": [_numpy(v) for v in value]}
-        return {"tensor": _numpy(value) if isinstance(value, Tensor) else value}
+            return {"version": version, "vector": to_numpy(vector), "sha256": self.adapter.sha256(vector)}
+        return pack(self.store[task, _GRADIENTS.get(data, data)])
 
-    def receive(self, task: str, data: str, message: Mapping[str, Any]) -> None:
-        """Store what another worker exported; an adapter is loaded as a new version once its checksum is right."""
-        if data == "adapter":
-            vector = self._tensor(message["vector"])
-            found = self.adapter.sha256(vector)
-            if found != message["sha256"]:
-                raise VersionError(f"adapter version {message['version']} arrived with checksum {found}, not {message['sha256']}")
-            self.vectors[message["version"]] = vector
+    def receive(self, task: str, data: str, message: Message) -> None:
+        """Store what another worker exported; an adapter only if its checksum is right."""
+        if data != "adapter":
+            value = unpack(message, self.device, self.dtype)
+            self.store[task, _GRADIENTS.get(data, data)] = value.to(self.dtype) if data == "embeddings" else value
             return
-        key = (task, "gradient" if data == "sign_gradients" else data)
-        if "trajectory" in message:
-            text = self._tensor(message["text"]).to(self.dtype)
-            self.store[key] = (Trajectory.from_numpy(message["trajectory"], self.device), text)
-        elif "plus" in message:
-            plus = self._tensor(message["plus"])
-            minus = plus if message["minus"] is None else self._tensor(message["minus"])
-            self.store[key] = SignGradients(plus, minus, message["clip"])
-        elif "tensors" in message:
-            self.store[key] = [self._tensor(array) for array in message["tensors"]]
-        elif data == "frames" or message["tensor"] is None:
-            self.store[key] = message["tensor"]
-        else:
-            value = self._tensor(message["tensor"])
-            self.store[key] = value.to(self.dtype) if data == "embeddings" else value
-
-    def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array.copy()).to(self.device)
+        vector = to_tensor(message["vector"], self.device)
+        found, version = self.adapter.sha256(vector), message["version"]
+        if found != message["sha256"]:
+            raise VersionError(f"adapter version {version} arrived with checksum {found}, not {message['sha256']}")
+        self.vectors[version] = vector
 
     def adapter_state(self) -> tuple[int, str]:
         """(newest version, its checksum)."""
@@ -360,6 +378,10 @@ class Worker:
     def reset(self) -> None:
         """Back to the state before any step: the seeded adapter at version 0 and a fresh optimizer."""
         self.end_step()
+        self.reset_adapter()
+
+    def reset_adapter(self) -> None:
+        """The same, keeping the step's results."""
         self.adapter.load(self._initial_P, 0)
         self.vectors = {0: self.adapter.vector()}
         self.__dict__.pop("optimizer", None)
@@ -387,22 +409,14 @@ def _scale(gradient: SignGradients | Tensor, advantage: float) -> Tensor:
 
 def _ratio_report(logp_U: Tensor, old_U: Tensor, clip: ClipCounts, buffers: int) -> dict[str, Any]:
     return {
-        "logp": _floats(logp_U), "ratio": _floats(torch.exp(logp_U - old_U)), "units": clip.units,
-        "cut_if_positive": clip.cut_if_positive, "cut_if_negative": clip.cut_if_negative, "buffers": buffers,
-    }  # fmt: skip
+        "logp": _floats(logp_U),
+        "ratio": _floats(torch.exp(logp_U - old_U)),
+        "units": clip.units,
+        "cut_if_positive": clip.cut_if_positive,
+        "cut_if_negative": clip.cut_if_negative,
+        "buffers": buffers,
+    }
 
 
 def _floats(values: Tensor) -> list[float]:
     return [float(v) for v in values]
-
-
-def _numpy(tensor: Tensor) -> np.ndarray:
-    """numpy has no bfloat16; float32 holds it exactly."""
-    tensor = tensor.detach().cpu()
-    array: np.ndarray = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
-    return array
-
-
-def outcome_value(outcome: Any) -> float | None:
-    """The reward of an outcome, None if it could not be scored."""
-    return outcome.value if isinstance(outcome, Scored) else None

@@ -7,14 +7,22 @@ says what binds. Needs neither torch nor ray.
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
 
-from stagebreaker.profiles.cli import CheckFailedError, console, print_json, progress, ratio, run_app, seconds, share, table
+from stagebreaker.profiles.cli import (
+    CheckFailedError,
+    console,
+    print_json,
+    progress,
+    run_app,
+    seconds,
+    share,
+    table,
+)
 from stagebreaker.profiles.document import InputError, nearest
 from stagebreaker.profiles.table import Profile
 
@@ -26,20 +34,31 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object in
 def plan(
     context: typer.Context,
     workload: Annotated[str, typer.Option(help="A shipped workload's name, or a YAML file.")] = "tiny-dancegrpo",
-    profile: Annotated[str | None, typer.Option(help="A profile.json, or a shipped profile's name. Default: ./profile.json if it is of this workload, else the workload's own.")] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            help="A profile.json, or a shipped profile's name. "
+            "Default: ./profile.json if it is of this workload, else the workload's own."
+        ),
+    ] = None,
     gpus: Annotated[int | None, typer.Option(help="Number of equal GPUs. Default: the workload's.")] = None,
     actors: Annotated[int | None, typer.Option(help="Fix the number of actor GPUs.")] = None,
     rewards: Annotated[int | None, typer.Option(help="Fix the number of reward GPUs.")] = None,
     cluster: Annotated[Path | None, typer.Option(help="A cluster.yaml instead of --gpus.")] = None,
     scoring: Annotated[str, typer.Option(help="on_arrival, per_mini_batch, one_batch, or all.")] = "one_batch",
-    set_: Annotated[list[str] | None, typer.Option("--set", help="Override a workload field: key=value (repeatable).")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for plan.json, certificate.json, timeline.csv, trace.json, timeline.png.")] = Path("plan"),
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Override a workload field: key=value (repeatable).")
+    ] = None,
+    out: Annotated[
+        Path, typer.Option(help="Folder for plan.json, certificate.json, timeline.csv, trace.json, timeline.png.")
+    ] = Path("plan"),
     as_json: JsonFlag = False,
-) -> None:  # fmt: skip
+) -> None:
     """Plan a workload on a cluster."""
     if context.invoked_subcommand is not None:
         return
     from stagebreaker.placement.planner import make_plan
+    from stagebreaker.placement.report import report, show, write_outputs
     from stagebreaker.placement.space import Space
     from stagebreaker.sim.workload import load_workload
 
@@ -67,7 +86,9 @@ def find_profile(source: str | None, workload: str, default: str | None) -> tupl
             return found, str(local)
     name = source or default
     if name is None:
-        raise InputError("no --profile given and ./profile.json is not there or of another workload; run stagebreaker-profile")
+        raise InputError(
+            "no --profile given and ./profile.json is not there or of another workload; run stagebreaker-profile"
+        )
     folder = resources.files("stagebreaker.profiles.data")
     shipped = sorted(f.name.removesuffix(".json") for f in folder.iterdir() if f.name.endswith(".json"))
     if name in shipped:
@@ -80,7 +101,12 @@ def find_profile(source: str | None, workload: str, default: str | None) -> tupl
 
 
 def _cluster(
-    profile: Profile, file: Path | None, gpus: int | None, actors: int | None, rewards: int | None, default: int
+    profile: Profile,
+    file: Path | None,
+    gpus: int | None,
+    actors: int | None,
+    rewards: int | None,
+    default: int,
 ) -> Any:
     from stagebreaker.sim.workload import Cluster
 
@@ -90,7 +116,9 @@ def _cluster(
         return Cluster.load(file)
     if actors is not None and rewards is not None:
         if gpus is not None and gpus != actors + rewards:
-            raise InputError(f"--actors {actors} and --rewards {rewards} make {actors + rewards} GPUs, --gpus says {gpus}")
+            raise InputError(
+                f"--actors {actors} and --rewards {rewards} make {actors + rewards} GPUs, --gpus says {gpus}"
+            )
         gpus = actors + rewards
     kind = profile.gpu_kinds[0]
     return Cluster.equal(gpus if gpus is not None else default, kind.name, kind.memory_bytes)
@@ -118,101 +146,12 @@ def _scoring(text: str) -> Any:
     return (text,)
 
 
-def write_outputs(planned: Any, out: Path) -> None:
-    """plan.json, certificate.json, timeline.csv, trace.json and timeline.png in ``out``."""
-    from stagebreaker.sim.export import write_csv, write_trace
-    from stagebreaker.sim.plot import gantts, save_figure
-
-    if out.exists() and not out.is_dir():
-        raise InputError(f"--out {out} is a file; give a folder")
-    out.mkdir(parents=True, exist_ok=True)
-    best = planned.plan.best
-    planned.plan.save(out / "plan.json")
-    planned.certificate.save(out / "certificate.json")
-    write_csv(planned.timelines[best], out / "timeline.csv")
-    write_trace(out / "trace.json", {"predicted": planned.timelines[best]}, planned.graphs[best])
-    shown = list(dict.fromkeys(["colocated", "async_reward", planned.best_baseline, "merged_replay", "stagebreaker"]))
-    axes = gantts({name: planned.timelines[name] for name in shown})
-    save_figure(axes[0].figure, out / "timeline.png")
-
-
-def report(planned: Any, elapsed_s: float) -> dict[str, Any]:
-    """The object ``--json`` prints."""
-    plan, best = planned.plan, planned.plan.schedules[planned.plan.best]
-    p, certificate = best.placement, planned.certificate
-    return {
-        "schedules": {name: {k: v for k, v in asdict(row).items()} for name, row in planned.summary.items()},
-        "best": {
-            "schedule": plan.best,
-            "step_us": best.step_us,
-            "speedup_vs_best_baseline": planned.summary[plan.best].speedup_vs_best_baseline,
-            "best_baseline": planned.best_baseline,
-            "actors": p.actors,
-            "rewards": p.rewards,
-            "scoring": p.scoring,
-            "vae_moved": p.vae_moved,
-            "train_moved": list(p.train_moved),
-            "ref_moved": list(p.ref_moved),
-            "old_moved": list(p.old_moved),
-        },
-        "lower_bound_us": plan.lower_bound_us,
-        "gap": best.step_us / plan.lower_bound_us - 1 if plan.lower_bound_us else None,
-        "space_size": certificate.space_size,
-        "simulated": certificate.simulated,
-        "evaluated": certificate.evaluated,
-        "pruned": certificate.pruned,
-        "infeasible": certificate.infeasible,
-        "profile_provenance": plan.profile.provenance,
-        "seconds": round(elapsed_s, 3),
-    }
-
-
-def show(planned: Any, origin: str, out: Path, elapsed_s: float) -> None:
-    """Tables for people."""
-    plan, screen = planned.plan, console()
-    columns = ("schedule", "step", "best split", "vs colocated", "vs async_reward", "vs best other", "actors busy", "rewards busy")
-    rows = [
-        (
-            f"{name} *" if name == plan.best else name, seconds(s.step_us), seconds(s.best_split_step_us),
-            ratio(s.speedup_vs_colocated), ratio(s.speedup_vs_async_reward), ratio(s.speedup_vs_best_baseline),
-            share(s.actor_utilisation), share(s.reward_utilisation),
-        )
-        for name, s in planned.summary.items()
-    ]  # fmt: skip
-    gpus = len(plan.cluster.gpus)
-    screen.print(table(f"{plan.workload.name} on {gpus} GPUs, {plan.profile.provenance} costs ({origin})", columns, rows))
-    best = plan.schedules[plan.best]
-    bound, c = plan.lower_bound_us, planned.certificate
-    screen.print(f"best: {plan.best}, {placement_line(best.placement, plan.workload)}")
-    screen.print(
-        f"step {seconds(best.step_us)}: {ratio(planned.summary[plan.best].speedup_vs_best_baseline)} over {planned.best_baseline}, "
-        f"the best schedule that is not ours; lower bound {seconds(bound)}, gap {100 * (best.step_us / max(bound, 1) - 1):.1f} %"
-    )
-    screen.print(f"count space: {c.space_size} placements by formula, {c.simulated} simulated, in {elapsed_s:.1f} s")
-    screen.print(f"wrote plan.json, certificate.json, timeline.csv, trace.json, timeline.png to {out}/")
-
-
-def placement_line(p: Any, workload: Any) -> str:
-    """One line about a placement."""
-    from stagebreaker.sim.schedules import SCHEDULES
-
-    if SCHEDULES[p.schedule].everywhere:
-        return f"all {p.actors + p.rewards} GPUs in every role"
-    text = f"{p.actors} actor + {p.rewards} reward GPUs, scoring {p.scoring}"
-    if not SCHEDULES[p.schedule].movable:
-        return text
-    text += f"; on reward GPUs: {p.vae_moved} of {workload.candidates} decodes"
-    text += f", training tasks per mini-batch {list(p.train_moved) or [0] * workload.mini_batches}"
-    if any(p.ref_moved) or any(p.old_moved):
-        text += f", forward-only replays {list(p.ref_moved or p.old_moved)}"
-    return text
-
-
 @app.command()
 def verify(certificate: Annotated[Path, typer.Argument(help="A certificate.json.")], as_json: JsonFlag = False) -> None:
     """Check a certificate from nothing; exit 1 if anything in it cannot be confirmed."""
     from stagebreaker.placement.certificate import Certificate
     from stagebreaker.placement.certificate import verify as check
+    from stagebreaker.placement.report import placement_line
 
     found = Certificate.load(certificate)
     problems = check(found)
@@ -235,6 +174,7 @@ def simulate(
     as_json: JsonFlag = False,
 ) -> None:
     """Simulate a plan again; exit 1 if it no longer takes the time it says."""
+    from stagebreaker.placement.report import idle_cells, replay
     from stagebreaker.sim.export import write_csv
     from stagebreaker.sim.plan import Plan
 
@@ -244,32 +184,32 @@ def simulate(
     if out is not None:
         write_csv(timeline, out)
     if timeline.makespan_us != plan.schedules[name].step_us:
-        raise CheckFailedError(f"{plan_file}: {name} takes {timeline.makespan_us} us, the plan says {plan.schedules[name].step_us}")
+        raise CheckFailedError(
+            f"{plan_file}: {name} takes {timeline.makespan_us} us, the plan says {plan.schedules[name].step_us}"
+        )
     uses = timeline.use(graph)
     if as_json:
-        lanes = [{"gpu": u.lane.name, "busy_us": u.busy_us, "overhead_us": u.overhead_us, "idle_us": u.idle_us} for u in uses]
+        lanes = [
+            {"gpu": u.lane.name, "busy_us": u.busy_us, "overhead_us": u.overhead_us, "idle_us": u.idle_us} for u in uses
+        ]
         print_json({"schedule": name, "step_us": timeline.makespan_us, "lanes": lanes})
         return
     rows = [
-        (u.lane.name, share(u.busy_us / timeline.makespan_us), seconds(u.overhead_us), *_idle_cells(u.idle_us)) for u in uses
+        (
+            u.lane.name,
+            share(u.busy_us / timeline.makespan_us),
+            seconds(u.overhead_us),
+            *idle_cells(u.idle_us),
+        )
+        for u in uses
     ]
-    console().print(table(f"{name}: step {seconds(timeline.makespan_us)}", ("GPU", "busy", "switch", "idle", "waits for"), rows))
-
-
-def replay(plan: Any, name: str) -> Any:
-    """(timeline, graph) of one schedule of a plan."""
-    from stagebreaker.sim.engine import simulate as run
-    from stagebreaker.sim.schedules import build
-
-    if name not in plan.schedules:
-        raise InputError(f"schedule {name!r} is not in the plan; {nearest(name, plan.schedules)}")
-    graph, assignment = build(plan.workload, plan.schedules[name].placement)
-    return run(graph, assignment, plan.profile, plan.cluster, plan.workload.trained_steps), graph
-
-
-def _idle_cells(idle_us: dict[str, int]) -> tuple[str, str]:
-    causes = sorted(((us, cause) for cause, us in idle_us.items() if us), reverse=True)
-    return seconds(sum(idle_us.values())), ", ".join(f"{cause} {seconds(us)}" for us, cause in causes[:3])
+    console().print(
+        table(
+            f"{name}: step {seconds(timeline.makespan_us)}",
+            ("GPU", "busy", "switch", "idle", "waits for"),
+            rows,
+        )
+    )
 
 
 @app.command()
@@ -278,6 +218,7 @@ def explain(
     schedule: Annotated[str | None, typer.Option(help="One of the plan's schedules. Default: its best.")] = None,
 ) -> None:
     """Which GPU does what, and why this schedule."""
+    from stagebreaker.placement.report import idle_cells, placement_line, replay
     from stagebreaker.sim.plan import Plan
 
     plan = Plan.load(plan_file)
@@ -290,9 +231,23 @@ def explain(
             kinds[row.kind] = kinds.get(row.kind, 0) + 1
         work = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
         gpu = plan.cluster.gpus[use.lane.index]
-        rows.append((use.lane.name, gpu.kind, work, share(use.busy_us / timeline.makespan_us), *_idle_cells(use.idle_us)))
+        rows.append(
+            (
+                use.lane.name,
+                gpu.kind,
+                work,
+                share(use.busy_us / timeline.makespan_us),
+                *idle_cells(use.idle_us),
+            )
+        )
     screen = console()
-    screen.print(table(f"{name}: {placement_line(plan.schedules[name].placement, plan.workload)}", ("GPU", "kind", "tasks", "busy", "idle", "waits for"), rows))
+    screen.print(
+        table(
+            f"{name}: {placement_line(plan.schedules[name].placement, plan.workload)}",
+            ("GPU", "kind", "tasks", "busy", "idle", "waits for"),
+            rows,
+        )
+    )
     busiest = max(timeline.use(graph), key=lambda u: (u.busy_us, u.lane.name))
     step = plan.schedules[name].step_us
     screen.print(

@@ -1,7 +1,7 @@
 """Lower bounds on the step time of any placement in a region of the count space.
 
-Each is a pure function of workload, costs and GPU split and states what it relies on; none can exceed the step time of a
-placement in that region, because each drops constraints (queues, transfers, waiting) and keeps only necessary work.
+Each is a pure function of workload, costs and GPU split and states what it relies on; none can exceed the step time of
+a placement in that region, because each drops constraints (queues, transfers, waiting) and keeps only necessary work.
 They assume GPUs of one kind and whole candidates as the unit of training.
 """
 
@@ -65,7 +65,7 @@ def critical_path_us(region: Region, c: StepCosts) -> int:
     start = c.us("encode_prompt") + c.us("generate")
     train = c.forward_only_us(0) + c.us("grad_replay")
     first = start + max(c.us("vae_decode") + c.fastest_score_us, train)
-    return first + _later_mini_batches_us(region, c) + c.us("fold") + c.us("update")
+    return first + _later_mini_batches_us(w, region.actors + region.rewards, c) + c.us("fold") + c.us("update")
 
 
 def actor_rounds_us(region: Region, c: StepCosts) -> int:
@@ -94,14 +94,9 @@ def work_us(region: Region, c: StepCosts) -> int:
 
     Relies on: the last update runs on one GPU after everything else that is work.
     """
-    w = region.workload
-    training = sum(
-        len(w.mini_batch_members(m)) * (c.us("grad_replay") + c.us("fold") + c.forward_only_us(m)) for m in range(w.mini_batches)
-    )
     rollout = c.videos * (c.us("generate") + c.us("vae_decode"))
     scoring = c.score_work_us(c.requests, -(-c.requests // region.rewards), region.scoring != "on_arrival")
-    updates = (w.mini_batches - 1) * c.us("update")
-    total = rollout + scoring + training + updates
+    total = rollout + scoring + _training_us(region.workload, c)
     return total // (region.actors + region.rewards) + c.us("update")
 
 
@@ -110,20 +105,39 @@ def mini_batch_chain_us(region: Region, c: StepCosts) -> int:
 
     Relies on: training of mini-batch m needs update m-1; a candidate is trained on one GPU.
     """
-    w = region.workload
-    n = region.actors + region.rewards
-    first = len(w.mini_batch_members(0))
+    return _chain_us(region.workload, region.actors + region.rewards, c)
+
+
+def _chain_us(w: Workload, gpus: int, c: StepCosts) -> int:
     rollout = c.us("encode_prompt") + c.us("generate")
-    before = max(first * c.us("grad_replay") // n, c.us("grad_replay")) + c.us("fold") + c.us("update")
-    return rollout + before + _later_mini_batches_us(region, c)
+    first = max(len(w.mini_batch_members(0)) * c.us("grad_replay") // gpus, c.us("grad_replay"))
+    return rollout + first + c.us("fold") + c.us("update") + _later_mini_batches_us(w, gpus, c)
 
 
-def _later_mini_batches_us(region: Region, c: StepCosts) -> int:
-    w = region.workload
-    n = region.actors + region.rewards
-    return sum(
-        -(-len(w.mini_batch_members(m)) // n) * c.us("grad_replay") + c.us("update") for m in range(1, w.mini_batches)
+def _later_mini_batches_us(w: Workload, gpus: int, c: StepCosts) -> int:
+    rounds = (-(-len(w.mini_batch_members(m)) // gpus) for m in range(1, w.mini_batches))
+    return sum(n * c.us("grad_replay") + c.us("update") for n in rounds)
+
+
+def _training_us(w: Workload, c: StepCosts) -> int:
+    """All training work but the last update, which nothing can run beside."""
+    each = c.us("grad_replay") + c.us("fold")
+    replays = sum(len(w.mini_batch_members(m)) * (each + c.forward_only_us(m)) for m in range(w.mini_batches))
+    return replays + (w.mini_batches - 1) * c.us("update")
+
+
+def any_schedule_us(workload: Workload, gpus: int, c: StepCosts) -> int:
+    """No schedule of these tasks on ``gpus`` equal GPUs is faster, wherever and in whatever batches they run.
+
+    The largest of: one candidate's chain through every update; all work spread evenly, the judge at its best batch;
+    whole candidates of each later mini-batch in rounds after the first update. One replay per trajectory.
+    """
+    anywhere = Region(workload, gpus, gpus, "one_batch")
+    judge = c.score_work_us(c.requests, c.requests, gathered=True)
+    work = (c.videos * (c.us("generate") + c.us("vae_decode")) + judge + _training_us(workload, c)) // gpus + c.us(
+        "update"
     )
+    return max(critical_path_us(anywhere, c), work, _chain_us(workload, gpus, c))
 
 
 BOUNDS = {

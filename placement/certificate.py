@@ -60,7 +60,9 @@ class Certificate(Document):
     regions: tuple[CertifiedRegion, ...]
 
 
-FORMULA = "sum over GPU splits and scoring modes of (B+1) x prod_m(|mb_m|+1) x prod_m(|mb_m|+1 where forward-only replays exist)"
+FORMULA = (
+    "sum over GPU splits and scoring modes of (B+1) x prod_m(|mb_m|+1) [x prod_m(|mb_m|+1) with forward-only replays]"
+)
 
 
 def certify(workload: Workload, cluster: Cluster, profile: Profile, result: SearchResult) -> Certificate:
@@ -71,17 +73,34 @@ def certify(workload: Workload, cluster: Cluster, profile: Profile, result: Sear
     second = min(others, key=lambda item: item[:2], default=None)
     regions = tuple(
         CertifiedRegion(
-            actors=r.region.actors, rewards=r.region.rewards, scoring=r.region.scoring, size=r.region.size,
-            simulated=r.simulated, best=r.best, step_us=r.step_us, bounds_us=r.bounds,
-        )  # fmt: skip
+            actors=r.region.actors,
+            rewards=r.region.rewards,
+            scoring=r.region.scoring,
+            size=r.region.size,
+            simulated=r.simulated,
+            best=r.best,
+            step_us=r.step_us,
+            bounds_us=r.bounds,
+        )
         for r in result.regions
     )
     return Certificate(
-        formula=FORMULA, workload=workload, cluster=cluster, profile=profile, space_size=result.space.size,
-        simulated=result.simulated, evaluated=0, pruned={}, infeasible={}, best=best.best, step_us=best.step_us,
-        runner_up=second[2] if second else None, runner_up_step_us=second[0] if second else None,
-        lower_bound_us=result.lower_bound_us, regions=regions,
-    )  # fmt: skip
+        formula=FORMULA,
+        workload=workload,
+        cluster=cluster,
+        profile=profile,
+        space_size=result.space.size,
+        simulated=result.simulated,
+        evaluated=0,
+        pruned={},
+        infeasible={},
+        best=best.best,
+        step_us=best.step_us,
+        runner_up=second[2] if second else None,
+        runner_up_step_us=second[0] if second else None,
+        lower_bound_us=result.lower_bound_us,
+        regions=regions,
+    )
 
 
 def verify(certificate: Certificate, samples: int = 50) -> list[str]:
@@ -131,11 +150,14 @@ def _verify_region(c: Certificate, claimed: CertifiedRegion, samples: int) -> li
     for placement in drawn:
         found = evaluate(c, placement)
         if found < claimed.step_us:
-            problems.append(f"{name}: placement {_short(placement)} takes {found} us, less than the best ({claimed.step_us})")
+            problems.append(
+                f"{name}: placement {_short(placement)} takes {found} us, less than the best ({claimed.step_us})"
+            )
         if found < max(bounds.values()):
             problems.append(f"{name}: placement {_short(placement)} takes {found} us, less than the lower bound")
     return problems
 
 
 def _short(p: Placement) -> str:
-    return f"{p.actors}+{p.rewards} {p.scoring} vae {p.vae_moved} train {list(p.train_moved)} ref {list(p.ref_moved)} old {list(p.old_moved)}"
+    moved = f"vae {p.vae_moved} train {list(p.train_moved)} ref {list(p.ref_moved)} old {list(p.old_moved)}"
+    return f"{p.actors}+{p.rewards} {p.scoring} {moved}"

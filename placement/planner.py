@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from stagebreaker.placement.bounds import StepCosts, any_schedule_us
 from stagebreaker.placement.certificate import Certificate, certify
 from stagebreaker.placement.search import SearchResult, search
 from stagebreaker.placement.space import SCHEDULE, Space
@@ -33,6 +34,8 @@ class ScheduleSummary:
     speedup_vs_best_baseline: float
     actor_utilisation: float | None
     reward_utilisation: float | None
+    gap: float | None
+    """Step time over the bound for any schedule, less 1."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +49,17 @@ class Planned:
     graphs: dict[str, StepGraph]
     summary: dict[str, ScheduleSummary]
     best_baseline: str
+    any_schedule_bound_us: int
 
 
 def make_plan(
-    workload: Workload, cluster: Cluster, profile: Profile, split: tuple[int, int] | None = None,
-    scoring: tuple[Scoring, ...] = ("one_batch",), tick: Callable[[int], None] = lambda _: None,
-) -> Planned:  # fmt: skip
+    workload: Workload,
+    cluster: Cluster,
+    profile: Profile,
+    split: tuple[int, int] | None = None,
+    scoring: tuple[Scoring, ...] = ("one_batch",),
+    tick: Callable[[int], None] = lambda _: None,
+) -> Planned:
     """Find the best placement and compare every schedule with it."""
     gpus = len(cluster.gpus)
     space = Space.of(workload, gpus, split, scoring)
@@ -68,18 +76,31 @@ def make_plan(
             best_split[name] = _best_split_us(name, workload, cluster, profile, gpus)
         timelines[name], graphs[name] = timeline, graph
         scheduled[name] = ScheduledPlan(
-            placement=placements[name], step_us=timeline.makespan_us, lane_of=dict(assignment.lane_of),
-            order=dict(assignment.order), best_split_step_us=best_split[name],
-        )  # fmt: skip
+            placement=placements[name],
+            step_us=timeline.makespan_us,
+            lane_of=dict(assignment.lane_of),
+            order=dict(assignment.order),
+            best_split_step_us=best_split[name],
+        )
     best = min(SCHEDULES, key=lambda n: (scheduled[n].step_us, SCHEDULES[n].ours, list(SCHEDULES).index(n)))
-    baseline = min((n for n in SCHEDULES if not SCHEDULES[n].ours), key=lambda n: (best_split[n], list(SCHEDULES).index(n)))
+    baseline = min(
+        (n for n in SCHEDULES if not SCHEDULES[n].ours),
+        key=lambda n: (best_split[n], list(SCHEDULES).index(n)),
+    )
+    anything = any_schedule_us(workload, gpus, StepCosts(workload, profile, cluster.gpus[0].kind))
     plan = Plan(
-        best=best, lower_bound_us=result.lower_bound_us, workload=workload, cluster=cluster, profile=profile,
-        workload_sha256=workload.digest(), profile_sha256=profile.digest(), schedules=scheduled,
-    )  # fmt: skip
-    summary = _summaries(scheduled, timelines, graphs, best_split[baseline])
-    return Planned(plan, certify(workload, cluster, profile, result), result, timelines, graphs, summary, baseline)
-
+        best=best,
+        lower_bound_us=result.lower_bound_us if best == SCHEDULE else anything,
+        workload=workload,
+        cluster=cluster,
+        profile=profile,
+        workload_sha256=workload.digest(),
+        profile_sha256=profile.digest(),
+        schedules=scheduled,
+    )
+    summary = _summaries(scheduled, timelines, graphs, best_split[baseline], anything)
+    certificate = certify(workload, cluster, profile, result)
+    return Planned(plan, certificate, result, timelines, graphs, summary, baseline, anything)
 
 
 def _at_split(name: str, actors: int, rewards: int) -> Placement:
@@ -96,7 +117,11 @@ def _best_split_us(name: str, workload: Workload, cluster: Cluster, profile: Pro
 
 
 def _summaries(
-    scheduled: dict[str, ScheduledPlan], timelines: dict[str, Timeline], graphs: dict[str, StepGraph], baseline_us: int
+    scheduled: dict[str, ScheduledPlan],
+    timelines: dict[str, Timeline],
+    graphs: dict[str, StepGraph],
+    baseline_us: int,
+    bound_us: int,
 ) -> dict[str, ScheduleSummary]:
     colocated, async_reward = scheduled["colocated"].step_us, scheduled["async_reward"].step_us
     return {
@@ -108,6 +133,7 @@ def _summaries(
             speedup_vs_best_baseline=baseline_us / item.step_us,
             actor_utilisation=timelines[name].utilisation("actor", graphs[name]),
             reward_utilisation=timelines[name].utilisation("reward", graphs[name]),
+            gap=item.step_us / bound_us - 1 if bound_us else None,
         )
         for name, item in scheduled.items()
     }

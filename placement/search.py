@@ -58,7 +58,11 @@ class SearchResult:
 
 
 def search(
-    workload: Workload, cluster: Cluster, profile: Profile, space: Space, tick: Callable[[int], None] = lambda _: None
+    workload: Workload,
+    cluster: Cluster,
+    profile: Profile,
+    space: Space,
+    tick: Callable[[int], None] = lambda _: None,
 ) -> SearchResult:
     """Simulate every placement. ``tick(n)`` reports progress. Raises ``InputError`` for a space over ``LIMIT``."""
     if space.size > LIMIT:
@@ -69,7 +73,9 @@ def search(
     return SearchResult(space, tuple(_region(workload, cluster, profile, region, tick) for region in space.regions))
 
 
-def _region(workload: Workload, cluster: Cluster, profile: Profile, region: Region, tick: Callable[[int], None]) -> RegionResult:
+def _region(
+    workload: Workload, cluster: Cluster, profile: Profile, region: Region, tick: Callable[[int], None]
+) -> RegionResult:
     base = region.base()
     graph = build_graph(workload, base)
     index, costs = GraphIndex(graph, profile), Costs(graph, profile, cluster, workload.trained_steps)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from math import prod
+from typing import Any
 
 from stagebreaker.profiles.document import InputError
 from stagebreaker.sim.plan import Placement, Scoring
@@ -33,7 +34,10 @@ class Region:
     def forward_only(self) -> tuple[int, ...]:
         """Per mini-batch: the number of candidates that have forward-only replays."""
         w = self.workload
-        old = [w.old_logprob_source == "recompute" or (w.old_logprob_source == "first_replay" and m > 0) for m in range(w.mini_batches)]
+        old = [
+            w.old_logprob_source == "recompute" or (w.old_logprob_source == "first_replay" and m > 0)
+            for m in range(w.mini_batches)
+        ]
         return tuple(len(w.mini_batch_members(m)) if old[m] or w.reference_replay else 0 for m in range(w.mini_batches))
 
     @property
@@ -53,14 +57,24 @@ class Region:
         training = [range(len(w.mini_batch_members(m)) + 1) for m in range(w.mini_batches)]
         forward = [range(n + 1) for n in self.forward_only]
         has_old, has_ref = w.old_logprob_source != "rollout", w.reference_replay
-        fixed = {"schedule": SCHEDULE, "actors": self.actors, "rewards": self.rewards, "scoring": self.scoring, "splits": ()}
+        fixed: dict[str, Any] = {
+            "schedule": SCHEDULE,
+            "actors": self.actors,
+            "rewards": self.rewards,
+            "scoring": self.scoring,
+            "splits": (),
+        }
         for vae in range(w.candidates + 1):
             for train in product(*training):
                 for moved in product(*forward) if any(self.forward_only) else ((),):
                     # The ranges above are the validation; constructing without it keeps the enumeration fast.
                     yield Placement.model_construct(
-                        **fixed, vae_moved=vae, train_moved=train, old_moved=moved if has_old else (), ref_moved=moved if has_ref else ()
-                    )  # fmt: skip
+                        **fixed,
+                        vae_moved=vae,
+                        train_moved=train,
+                        old_moved=moved if has_old else (),
+                        ref_moved=moved if has_ref else (),
+                    )
 
 
 @dataclass(frozen=True)

@@ -100,14 +100,14 @@ class _Loader(yaml.SafeLoader):
     """YAML 1.2's idea of a number: PyYAML alone reads ``1e-4`` as a word."""
 
 
-_Loader.add_implicit_resolver(  # type: ignore[no-untyped-call]
+_Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+0123456789.")
 )
 
 
 def load_yaml(text: str) -> Any:
     """Plain data from YAML (JSON is a subset)."""
-    return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
+    return yaml.load(text, Loader=_Loader)
 
 
 def write_atomic(path: Path, text: str) -> None:

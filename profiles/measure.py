@@ -21,9 +21,13 @@ class Measurement:
 
 
 def measure(
-    call: Callable[[], object], *, warmup: int = 1, repeats: int = 5,
-    synchronise: Callable[[], None] = lambda: None, peak_memory_bytes: Callable[[], int | None] = lambda: None,
-) -> Measurement:  # fmt: skip
+    call: Callable[[], object],
+    *,
+    warmup: int = 1,
+    repeats: int = 5,
+    synchronise: Callable[[], None] = lambda: None,
+    peak_memory_bytes: Callable[[], int | None] = lambda: None,
+) -> Measurement:
     """Time ``call`` ``repeats`` times after ``warmup`` calls that do not count."""
     if repeats < 1 or warmup < 0:
         raise ValueError(f"repeats={repeats} must be at least 1 and warmup={warmup} at least 0")

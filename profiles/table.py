@@ -109,7 +109,7 @@ class Profile(Document):
     dtype: str = "bfloat16"
     resolution: str = ""
     latent_frames: NonNegative = 0
-    versions: dict[str, str] = {}
+    versions: dict[str, str] = Field(default_factory=dict)
     gpu_kinds: tuple[GpuKind, ...]
     link: LinkCost
     sizes_bytes: dict[str, NonNegative]
@@ -131,7 +131,9 @@ class Profile(Document):
             if task.gpu_kind not in known:
                 raise ValueError(f"task {task.kind} is on gpu_kind={task.gpu_kind!r}; {nearest(task.gpu_kind, known)}")
             if key in seen:
-                raise ValueError(f"task {task.kind} on {task.gpu_kind} at batch {task.batch_size} stands twice; keep one")
+                raise ValueError(
+                    f"task {task.kind} on {task.gpu_kind} at batch {task.batch_size} stands twice; keep one"
+                )
             seen.add(key)
         return self
 
@@ -152,7 +154,9 @@ class Profile(Document):
 
     def duration_us(self, kind: str, gpu_kind: str, batch_size: int = 1) -> int:
         """Median duration in us of one task of ``batch_size`` members, interpolated between measured batches."""
-        return interpolate_us(self.curve_us(kind, gpu_kind), batch_size, f"{kind} on {gpu_kind} in profile {self.name!r}")
+        return interpolate_us(
+            self.curve_us(kind, gpu_kind), batch_size, f"{kind} on {gpu_kind} in profile {self.name!r}"
+        )
 
     def size_bytes(self, data: str) -> int:
         """Bytes of one object of this data kind; an absent entry is an error, not zero."""

@@ -63,7 +63,7 @@ class Lane:
 
 @dataclass(frozen=True)
 class StepGraph:
-    """Tasks in canonical order; ``lanes`` in cluster order. Raises ``ValueError`` for unknown, double or cyclic needs."""
+    """Tasks in canonical order, lanes in cluster order. ``ValueError`` for unknown, double or cyclic needs."""
 
     tasks: tuple[Task, ...]
     lanes: tuple[Lane, ...]

@@ -7,6 +7,7 @@ leave it free and before the tasks after them. Dispatch keeps the counts; it kno
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from stagebreaker.profiles.table import Profile, Serving
@@ -44,6 +45,8 @@ class GraphIndex:
                 self.users[self.index[need.task]].append((n, need.data, size))
         self.control = [task.kind in CONTROL_KINDS for task in graph.tasks]
         self.request = [task.kind == REQUEST for task in graph.tasks]
+        self.turn = [tuple(int(v) for v in re.findall(r"\d+", " ".join(task.members))) for task in graph.tasks]
+        """Requests of one instant are served by candidate numbers, whatever order tasks were created in."""
         self.update = [task.kind == "update" for task in graph.tasks]
         self.policy = [task.kind in POLICY_KINDS for task in graph.tasks]
         self.lanes = {lane.name: n for n, lane in enumerate(graph.lanes)}
@@ -67,7 +70,9 @@ class Dispatch:
             self.lane[names[task]] = lanes[lane]
         self.queue = [[names[task] for task in assignment.order[lane]] for lane in lanes]
         self.serve_after = [assignment.serve_after.get(lane, 0) for lane in lanes]
+        self._check(assignment)
         self.missing = list(index.needs)
+        self.done = [False] * len(index.tasks)
         self.position = [0] * len(lanes)
         self.waiting: list[list[int]] = [[] for _ in lanes]
         self.open_requests = [0] * len(lanes)
@@ -82,6 +87,15 @@ class Dispatch:
             if index.policy[n] and lane_number != CONTROL:
                 used[lane_number] = True
         self.policy_lanes = [n for n, has in enumerate(used) if has]
+
+    def _check(self, assignment: Assignment) -> None:
+        """Every task but the controller's has a lane and, requests apart, stands in that lane's queue once."""
+        queued = [(task, lane) for lane, queue in assignment.order.items() for task in queue]
+        expected = [(t.id, assignment.lane_of.get(t.id)) for t in self.index.tasks if t.kind not in CONTROL_KINDS]
+        placed = sorted((t, lane) for t, lane in expected if lane is not None and not t.startswith(f"{REQUEST}:"))
+        if len(placed) + sum(self.index.request) != len(expected) or sorted(queued) != placed:
+            odd = [t for t, lane in expected if lane is None] or sorted({t for t, _ in set(queued) ^ set(placed)})
+            raise ValueError(f"task {odd[0] if odd else queued[0][0]} must have a lane and stand in its queue once")
 
     def begin(self) -> list[int]:
         """Control tasks that are ready before anything has run (none in a sensible graph)."""
@@ -102,11 +116,12 @@ class Dispatch:
     def complete(self, n: int) -> tuple[list[int], list[Transfer]]:
         """Task ``n`` is done: (control tasks now ready, transfers now due in the order of their egress)."""
         controls: list[int] = []
+        self.done[n] = True
         here = self.lane[n]
         away: dict[tuple[int, str], tuple[int, list[int]]] = {}
         for user, data, size in self.index.users[n]:
             there = self.lane[user]
-            if data is None or there == here or there == CONTROL or here == CONTROL:
+            if data is None or there in (here, CONTROL) or here == CONTROL:
                 self._arrived(user, controls)
             elif (there, data) in away:
                 away[there, data][1].append(user)
@@ -118,7 +133,9 @@ class Dispatch:
                     away[there, "adapter"] = (self.index.adapter_bytes, [])
         if not away:
             return controls, []
-        transfers = [Transfer(n, there, data, size, tuple(users)) for (there, data), (size, users) in sorted(away.items())]
+        transfers = [
+            Transfer(n, there, data, size, tuple(users)) for (there, data), (size, users) in sorted(away.items())
+        ]
         return controls, transfers
 
     def arrive(self, transfer: Transfer) -> list[int]:
@@ -149,7 +166,7 @@ class Dispatch:
     def take_requests(self, lane: int, serving: Serving) -> list[int]:
         """Requests the judge admits now: serial the first that waits, otherwise all that wait."""
         waiting = self.waiting[lane]
-        taken = sorted(waiting)[:1] if serving == "serial" else sorted(waiting)
+        taken = sorted(waiting, key=lambda n: self.index.turn[n])[: 1 if serving == "serial" else None]
         self.waiting[lane] = [n for n in waiting if n not in taken]
         return taken
 
@@ -169,11 +186,14 @@ class Dispatch:
             if self.finished(lane):
                 continue
             position = self.position[lane]
-            heads = [n for n in range(len(self.lane)) if self.index.request[n] and self.lane[n] == lane and self.missing[n]]
+            heads = [
+                n for n in range(len(self.lane)) if self.index.request[n] and self.lane[n] == lane and self.missing[n]
+            ]
             if position < len(self.queue[lane]):
                 heads.insert(0, self.queue[lane][position])
             for head in heads[:3]:
                 task = self.index.tasks[head]
-                needs = ", ".join(need.task for need in task.needs) or "nothing"
-                lines.append(f"{name} waits for {task.id} ({self.missing[head]} of its inputs missing: {needs})")
+                missing = [need.task for need in task.needs if not self.done[self.index.index[need.task]]]
+                why = f"missing: {', '.join(missing)}" if missing else "its inputs are there"
+                lines.append(f"{name} waits for {task.id} ({why})")
         return lines

@@ -16,7 +16,7 @@ import simpy
 
 from stagebreaker.profiles.document import InputError
 from stagebreaker.profiles.table import LinkCost, Profile
-from stagebreaker.sim.dataflow import Assignment, StepGraph, Task
+from stagebreaker.sim.dataflow import REQUEST, Assignment, StepGraph, Task
 from stagebreaker.sim.dispatch import CONTROL, Dispatch, GraphIndex, Transfer
 from stagebreaker.sim.timeline import Row, Timeline
 from stagebreaker.sim.workload import Cluster
@@ -71,8 +71,7 @@ def simulate(
     index = GraphIndex(graph, profile)
     run = _Run(index, assignment, Costs(graph, profile, cluster, trained_steps), record=True)
     run.go()
-    rows = sorted(run.rows, key=lambda r: (r.start_us, r.end_us, r.gpu, r.task))
-    return Timeline(tuple(rows), graph.lanes)
+    return Timeline(in_order(run.rows), graph.lanes)
 
 
 def step_us(index: GraphIndex, assignment: Assignment, costs: Costs) -> int:
@@ -93,6 +92,11 @@ class _Run:
         self.batches = [0] * len(index.graph.lanes)
         self.end_us = 0
         self.rows: list[Row] = []
+
+    @property
+    def now_us(self) -> int:
+        """SimPy's clock; every delay is a whole number of us."""
+        return self.env.now  # type: ignore[return-value]
 
     def go(self) -> int:
         """Run to the end; the step time in us."""
@@ -132,7 +136,7 @@ class _Run:
                 continue
             for n in admitted:
                 active[n] = 1.0
-                joined_us[n] = self.env.now
+                joined_us[n] = self.now_us
             if active:
                 yield from self._advance(active, joined_us, lane)
             else:
@@ -140,7 +144,7 @@ class _Run:
 
     def _exclusive(self, n: int, lane: int) -> Process:
         self.dispatch.take_task(lane)
-        start = self.env.now
+        start = self.now_us
         duration = self.costs.task_us(self.index.tasks[n], lane)
         if duration:
             yield self.env.timeout(duration)
@@ -150,21 +154,21 @@ class _Run:
 
     def _batch(self, requests: list[int], lane: int) -> Process:
         """Serial and dynamic serving: the admitted requests run as one batch."""
-        start = self.env.now
+        start = self.now_us
         yield self.env.timeout(self.costs.batch_us(len(requests), lane))
-        self._served(requests, lane, start, {n: start for n in requests})
+        self._served(requests, lane, start, dict.fromkeys(requests, start))
         for n in requests:
             self.dispatch.request_done(lane)
             self._complete(n)
 
     def _advance(self, active: dict[int, float], joined_us: dict[int, int], lane: int) -> Process:
         """Continuous serving until the next request is done or something else happens on this lane."""
-        start = self.env.now
+        start = self.now_us
         per_request = self.costs.batch_us(len(active), lane)
         due = math.ceil(min(active.values()) * per_request - 1e-6)
         yield self.env.timeout(due) | self._sleep(lane)
         self.wake[lane] = None
-        elapsed = self.env.now - start
+        elapsed = self.now_us - start
         members = list(active)
         done = [n for n, left in active.items() if left * per_request - elapsed <= 1e-6]
         for n in members:
@@ -201,7 +205,7 @@ class _Run:
         self.dispatch.touched.clear()
 
     def _complete(self, n: int) -> None:
-        self.end_us = self.env.now
+        self.end_us = self.now_us
         controls, transfers = self.dispatch.complete(n)
         if self.record:
             self._note_ready(user for user, _, _ in self.index.users[n])
@@ -217,16 +221,16 @@ class _Run:
     def _send(self, transfer: Transfer) -> None:
         """Queue a transfer on its lane's link, behind those before it."""
         lane = self.dispatch.lane[transfer.source]
-        start = max(self.env.now, self.egress_free[lane])
+        start = max(self.now_us, self.egress_free[lane])
         end = start + self.costs.link.duration_us(transfer.size_bytes)
         self.egress_free[lane] = end
         if self.record:
-            self.rows.append(transfer_row(self.index, transfer, lane, self.env.now, start, end))
-        event = self.env.timeout(end - self.env.now)
-        event.callbacks.append(lambda _: self._receive(transfer))  # type: ignore[union-attr]
+            self.rows.append(transfer_row(self.index, transfer, lane, self.now_us, start, end))
+        event = self.env.timeout(end - self.now_us)
+        event.callbacks.append(lambda _: self._receive(transfer))
 
     def _receive(self, transfer: Transfer) -> None:
-        self.end_us = self.env.now
+        self.end_us = self.now_us
         controls = self.dispatch.arrive(transfer)
         if self.record:
             self._note_ready(transfer.users)
@@ -238,11 +242,11 @@ class _Run:
     def _note_ready(self, users: Any) -> None:
         for user in users:
             if not self.dispatch.missing[user]:
-                self.ready_us[user] = self.env.now
+                self.ready_us[user] = self.now_us
 
     def _row(self, task: Task, lane: int, ready: int, start: int) -> None:
         where = self.index.graph.lanes[lane]
-        self.rows.append(task_row(task, where.name, where.role, ready, start, self.env.now))
+        self.rows.append(task_row(task, where.name, where.role, ready, start, self.now_us))
 
     def _served(self, members: list[int], lane: int, start: int, done: dict[int, int]) -> None:
         """The judge's busy span, joined to the one before if the judge never stopped, and finished requests."""
@@ -250,26 +254,48 @@ class _Run:
             return
         where = self.index.graph.lanes[lane]
         names = [name for n in members for name in self.index.tasks[n].members]
-        last = next((r for r in reversed(self.rows) if r.gpu == where.name and r.kind not in ("request", "transfer")), None)
+        last = next(
+            (r for r in reversed(self.rows) if r.gpu == where.name and r.kind not in (REQUEST, "transfer")),
+            None,
+        )
         ready = min(self.ready_us[n] for n in members)
         if last is not None and last.kind == "score" and last.end_us == start and self.costs.serving == "continuous":
             self.rows.remove(last)
-            names = list(dict.fromkeys([*last.members.split(), *names]))
+            names = sorted(
+                {*last.members.split(), *names}, key=lambda m: self.index.turn[self.index.index[f"{REQUEST}:{m}"]]
+            )
             start, ready = last.start_us, last.ready_us
         else:
             self.batches[lane] += 1
         batch = Task(f"score:{where.name}#{self.batches[lane] - 1}", "score", members=tuple(names))
-        self.rows.append(task_row(batch, where.name, where.role, ready, start, self.env.now))
+        self.rows.append(task_row(batch, where.name, where.role, ready, start, self.now_us))
         for n, joined in done.items():
-            self.rows.append(task_row(self.index.tasks[n], where.name, where.role, self.ready_us[n], joined, self.env.now))
+            self.rows.append(
+                task_row(self.index.tasks[n], where.name, where.role, self.ready_us[n], joined, self.now_us)
+            )
+
+
+def in_order(rows: list[Row]) -> tuple[Row, ...]:
+    """Rows by time and lane. The sort is stable: on a lane, tasks of no length stay in the order they ran."""
+    return tuple(sorted(rows, key=lambda row: (row.start_us, row.end_us, row.gpu)))
 
 
 def task_row(task: Task, lane: str, role: str, ready_us: int, start_us: int, end_us: int) -> Row:
     """A timeline row of one task or batch."""
     return Row(
-        task.id, task.kind, task.candidate, _ranges(task.steps), _ranges(task.chunks), " ".join(task.members),
-        task.mini_batch, lane, role, ready_us, start_us, end_us,
-    )  # fmt: skip
+        task.id,
+        task.kind,
+        task.candidate,
+        _ranges(task.steps),
+        _ranges(task.chunks),
+        " ".join(task.members),
+        task.mini_batch,
+        lane,
+        role,
+        ready_us,
+        start_us,
+        end_us,
+    )
 
 
 def transfer_row(index: GraphIndex, transfer: Transfer, lane: int, ready: int, start: int, end: int) -> Row:
@@ -278,13 +304,23 @@ def transfer_row(index: GraphIndex, transfer: Transfer, lane: int, ready: int, s
     kind = "sync" if transfer.data == "adapter" else "transfer"
     name = f"{kind}:{source.id}/{transfer.data}>{lanes[transfer.target].name}"
     return Row(
-        name, kind, source.candidate, "", "", "", source.mini_batch, f"link:{lanes[lane].name}",
-        lanes[lane].role, ready, start, end,
-    )  # fmt: skip
+        name,
+        kind,
+        source.candidate,
+        "",
+        "",
+        "",
+        source.mini_batch,
+        f"link:{lanes[lane].name}",
+        lanes[lane].role,
+        ready,
+        start,
+        end,
+    )
 
 
 def _ranges(numbers: tuple[int, ...] | None) -> str:
     return "" if numbers is None else " ".join(str(n) for n in numbers)
 
 
-__all__ = ["CONTROL", "Costs", "DeadlockError", "simulate", "step_us", "task_row", "transfer_row"]
+__all__ = ["CONTROL", "Costs", "DeadlockError", "in_order", "simulate", "step_us", "task_row", "transfer_row"]

@@ -174,14 +174,23 @@ def _metadata(what: str, pid: int, tid: int, **args: object) -> Event:
 
 def _span(row: Row, pid: int, tid: int) -> Event:
     args: dict[str, object] = {
-        "candidate": row.candidate, "mini_batch": row.mini_batch, "members": row.members,
-        "steps": row.steps, "chunks": row.chunks,
-    }  # fmt: skip
+        "candidate": row.candidate,
+        "mini_batch": row.mini_batch,
+        "members": row.members,
+        "steps": row.steps,
+        "chunks": row.chunks,
+    }
     args = {key: value for key, value in args.items() if value not in (None, "")}
     return {
-        "ph": "X", "name": row.task, "cat": row.kind, "pid": pid, "tid": tid,
-        "ts": row.start_us, "dur": row.end_us - row.start_us, "args": {**args, "ready_us": row.ready_us},
-    }  # fmt: skip
+        "ph": "X",
+        "name": row.task,
+        "cat": row.kind,
+        "pid": pid,
+        "tid": tid,
+        "ts": row.start_us,
+        "dur": row.end_us - row.start_us,
+        "args": {**args, "ready_us": row.ready_us},
+    }
 
 
 def _arrows(timeline: Timeline, graph: StepGraph) -> list[tuple[Row, Row]]:

@@ -50,7 +50,8 @@ class Placement(Model):
         """Raise ``InputError`` where a count is out of range for this workload."""
         if self.vae_moved > workload.candidates:
             raise InputError(
-                f"vae_moved={self.vae_moved} must be in 0..{workload.candidates} (batch of {workload.candidates} candidates)"
+                f"vae_moved={self.vae_moved} must be in 0..{workload.candidates} "
+                f"(batch of {workload.candidates} candidates)"
             )
         for name in ("train_moved", "ref_moved", "old_moved"):
             moved: tuple[int, ...] = getattr(self, name)
@@ -71,7 +72,11 @@ class Placement(Model):
         if split.candidate >= workload.candidates:
             raise InputError(f"splits: candidate {split.candidate} must be in 0..{workload.candidates - 1}")
         covered = sorted(k for part in split.steps for k in part)
-        if covered != list(range(workload.trained_steps)) or len(split.steps) != len(split.lanes):
+        if (
+            covered != list(range(workload.trained_steps))
+            or not all(split.steps)
+            or len(split.steps) != len(split.lanes)
+        ):
             raise InputError(
                 f"splits: the parts of candidate {split.candidate} cover steps {covered} on {len(split.lanes)} lanes; "
                 f"they must cover each of 0..{workload.trained_steps - 1} once, one lane per part"

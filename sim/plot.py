@@ -35,9 +35,7 @@ _LEGEND_COLUMNS = 6
 _RC: dict[Any, Any] = {"hatch.linewidth": 0.6, "svg.hashsalt": "stagebreaker"}
 
 
-def gantt(
-    timeline: Timeline, graph: StepGraph | None = None, ax: Axes | None = None, title: str | None = None
-) -> Axes:
+def gantt(timeline: Timeline, graph: StepGraph | None = None, ax: Axes | None = None, title: str | None = None) -> Axes:
     """One lane per GPU over time; with ``graph`` also each lane's busy share and main cause of idle time.
 
     Without ``ax`` a figure of a fitting size is made (``ax.figure``). ``InputError`` for a row on no lane.
@@ -148,33 +146,42 @@ def _bar(ax: Axes, row: Row, top: float, height: float, scale: int, per_unit: fl
     points = width * per_unit
     sliver = points < 3  # an outline would be wider: a line of its colour, over its neighbours' outlines
     bar = Rectangle(
-        (start, top), width, height, facecolor=style.fill, edgecolor=style.fill if sliver else style.line,
-        linewidth=0.8 if sliver else 0.5, hatch="" if sliver else style.hatch, zorder=2.5 if sliver else 2,
+        (start, top),
+        width,
+        height,
+        facecolor=style.fill,
+        edgecolor=style.fill if sliver else style.line,
+        linewidth=0.8 if sliver else 0.5,
+        hatch="" if sliver else style.hatch,
+        zorder=2.5 if sliver else 2,
         gid=row.task,
-    )  # fmt: skip
+    )
     ax.add_patch(bar)
     fitting = ((t, size) for t in labels(row) for size in _FONTS if text_points(t, size) + 2 <= points)
     text, size = next(fitting, ("", 0.0))
     if text:
         ax.text(
-            start + width / 2, top + height / 2, text, ha="center", va="center", fontsize=size, zorder=4,
-            path_effects=[withStroke(linewidth=1.8, foreground="white")], clip_on=True,
-        )  # fmt: skip
+            start + width / 2,
+            top + height / 2,
+            text,
+            ha="center",
+            va="center",
+            fontsize=size,
+            zorder=4,
+            path_effects=[withStroke(linewidth=1.8, foreground="white")],
+            clip_on=True,
+        )
 
 
 def _lanes(ax: Axes, timeline: Timeline, layout: _Layout) -> None:
     """Lane names and lines between lanes, a strong one where the role changes."""
-    ax.set_yticks(
-        [layout.top[lane.name] + 0.5 for lane in timeline.lanes], [lane.name for lane in timeline.lanes]
-    )
+    ax.set_yticks([layout.top[lane.name] + 0.5 for lane in timeline.lanes], [lane.name for lane in timeline.lanes])
     ax.tick_params(axis="y", length=0, labelsize=8)
     ax.set_axisbelow(True)
     ax.grid(axis="x", color="#E3E3E3", linewidth=0.6)
     for above, lane in pairwise(timeline.lanes):
         change = above.role != lane.role
-        ax.axhline(
-            layout.top[lane.name], color="#555555" if change else "#D0D0D0", linewidth=1 if change else 0.5
-        )
+        ax.axhline(layout.top[lane.name], color="#555555" if change else "#D0D0D0", linewidth=1 if change else 0.5)
     for side in ("top", "right", "left"):
         ax.spines[side].set_visible(False)
 
@@ -184,16 +191,21 @@ def _updates(ax: Axes, timeline: Timeline, scale: int, per_unit: float) -> None:
     taken = -np.inf
     for row in sorted((r for r in timeline.rows if r.kind == "update"), key=lambda r: r.end_us):
         at = row.end_us / scale
-        ax.axvline(
-            at, color=STYLES["update"].fill, linewidth=1, linestyle=(0, (4, 2)), zorder=3, clip_on=False
-        )
+        ax.axvline(at, color=STYLES["update"].fill, linewidth=1, linestyle=(0, (4, 2)), zorder=3, clip_on=False)
         text = f"update {row.mini_batch}"
         width = text_points(text, _FONTS[0]) / per_unit
         if at - width / 2 >= taken:
             ax.annotate(
-                text, (at, 1), (0, 2), xycoords=ax.get_xaxis_transform(), textcoords="offset points",
-                ha="center", va="bottom", fontsize=_FONTS[0], color=STYLES["update"].line,
-            )  # fmt: skip
+                text,
+                (at, 1),
+                (0, 2),
+                xycoords=ax.get_xaxis_transform(),
+                textcoords="offset points",
+                ha="center",
+                va="bottom",
+                fontsize=_FONTS[0],
+                color=STYLES["update"].line,
+            )
             taken = at + width / 2
 
 
@@ -206,9 +218,16 @@ def _shares(ax: Axes, timeline: Timeline, graph: StepGraph, layout: _Layout) -> 
         if idle_us >= whole / 100:
             text += f", {idle_us / whole:.0%} {cause}"
         ax.annotate(
-            text, (1, layout.top[use.lane.name] + 0.5), (6, 0), xycoords=ax.get_yaxis_transform(),
-            textcoords="offset points", ha="left", va="center", fontsize=_FONTS[0], color=INK,
-        )  # fmt: skip
+            text,
+            (1, layout.top[use.lane.name] + 0.5),
+            (6, 0),
+            xycoords=ax.get_yaxis_transform(),
+            textcoords="offset points",
+            ha="left",
+            va="center",
+            fontsize=_FONTS[0],
+            color=INK,
+        )
 
 
 def _kinds(timelines: Iterable[Timeline]) -> list[str]:
@@ -226,10 +245,18 @@ def _legend(ax: Axes, timelines: Sequence[Timeline]) -> None:
     rows = -(-len(handles) // _LEGEND_COLUMNS)
     below = ax.transAxes + ScaledTranslation(0, -_AXIS_IN, ax.figure.dpi_scale_trans)
     ax.legend(
-        handles=handles, loc="upper left", bbox_to_anchor=(0, 0), bbox_transform=below, borderaxespad=0,
-        ncols=-(-len(handles) // max(rows, 1)), fontsize=8, frameon=False, handlelength=2.4, handleheight=1.1,
+        handles=handles,
+        loc="upper left",
+        bbox_to_anchor=(0, 0),
+        bbox_transform=below,
+        borderaxespad=0,
+        ncols=-(-len(handles) // max(rows, 1)),
+        fontsize=8,
+        frameon=False,
+        handlelength=2.4,
+        handleheight=1.1,
         columnspacing=1.6,
-    )  # fmt: skip
+    )
 
 
 def _title(ax: Axes, text: str) -> None:
@@ -269,9 +296,12 @@ def speedup_bars(step_us: Mapping[str, int], baseline: str, ax: Axes | None = No
     fills = [BASELINE_FILL if name == baseline else BAR_FILL for name in step_us]
     bars = ax.barh(range(len(step_us)), speedups, height=0.7, color=fills, edgecolor=INK, linewidth=0.6)
     ax.bar_label(
-        bars, [f"{s:.2f}x  ({_text_us(us)})" for s, us in zip(speedups, step_us.values(), strict=True)],
-        padding=4, fontsize=8, bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
-    )  # fmt: skip
+        bars,
+        [f"{s:.2f}x  ({_text_us(us)})" for s, us in zip(speedups, step_us.values(), strict=True)],
+        padding=4,
+        fontsize=8,
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
+    )
     ax.axvline(1, color=INK, linewidth=0.8, linestyle=(0, (4, 2)), zorder=0.5)
     ax.set_yticks(range(len(step_us)), list(step_us), fontsize=8)
     ax.invert_yaxis()

@@ -65,11 +65,13 @@ def build(workload: Workload, placement: Placement) -> tuple[StepGraph, Assignme
 def build_graph(workload: Workload, placement: Placement) -> StepGraph:
     """The graph alone. It depends on schedule, GPU split, scoring mode and splits, not on the counts moved."""
     schedule = schedule_named(placement.schedule)
+    lanes = lanes_of(schedule, placement)
     builder = _Builder(workload, schedule, placement)
+    _check_split_lanes(placement, [lane.name for lane in lanes])
     builder.rollout()
     builder.scoring()
     builder.training()
-    return StepGraph(tuple(builder.tasks), lanes_of(schedule, placement))
+    return StepGraph(tuple(builder.tasks), lanes)
 
 
 def lanes_of(schedule: Schedule, placement: Placement) -> tuple[Lane, ...]:
@@ -77,10 +79,19 @@ def lanes_of(schedule: Schedule, placement: Placement) -> tuple[Lane, ...]:
     if schedule.everywhere:
         return tuple(Lane(f"gpu{i}", "all", i) for i in range(placement.actors + placement.rewards))
     if not placement.rewards:
-        raise InputError(f"schedule {schedule.name} needs a reward GPU, but rewards=0; give it at least one of the GPUs")
+        raise InputError(
+            f"schedule {schedule.name} needs a reward GPU, but rewards=0; give it at least one of the GPUs"
+        )
     a = placement.actors
     actors = (Lane(f"actor{i}", "actor", i) for i in range(a))
     return (*actors, *(Lane(f"reward{i}", "reward", a + i) for i in range(placement.rewards)))
+
+
+def _check_split_lanes(placement: Placement, lanes: Sequence[str]) -> None:
+    for split in placement.splits:
+        for lane in split.lanes:
+            if lane not in lanes:
+                raise InputError(f"splits: candidate {split.candidate} is on {lane!r}; {nearest(lane, lanes)}")
 
 
 def anchor_name(group: int) -> str:
@@ -160,9 +171,13 @@ class _Builder:
             if self.s.everywhere:
                 needs.append(Need(self.add("switch", f"{lane_name}.judge", pinned=lane_name)))
             task = self.add(
-                "score", f"{lane_name}#{count.get(lane, 0)}", needs, members=names, pinned=lane_name,
+                "score",
+                f"{lane_name}#{count.get(lane, 0)}",
+                needs,
+                members=names,
+                pinned=lane_name,
                 mini_batch=batch if self.p.scoring == "per_mini_batch" and not self.s.everywhere else None,
-            )  # fmt: skip
+            )
             count[lane] = count.get(lane, 0) + 1
             for _, compared in requests:
                 self._scored(task, compared)
@@ -188,7 +203,12 @@ class _Builder:
             groups = sorted({w.group_of(i) for i in members})
             needed = [i for g in groups for i in w.group_members(g)]
             scores = dict.fromkeys(t for i in needed for t in self.scores_of[str(i)])
-            self.add("advantage", scope, [Need(t) for t in scores], group=scope if w.advantage_scope == "group" else None)
+            self.add(
+                "advantage",
+                scope,
+                [Need(t) for t in scores],
+                group=scope if w.advantage_scope == "group" else None,
+            )
         if not self.s.early:
             self.add("barrier", "scored", [Need(f"advantage:{scope}") for scope, _ in self._scopes()])
 
@@ -321,7 +341,11 @@ class Assigner:
         moved: dict[tuple[str, int | None], str] = {
             ("vae_decode", i): f"reward{i % p.rewards}" for i in range(p.vae_moved)
         }
-        for kind, counts in (("grad_replay", p.train_moved), ("ref_replay", p.ref_moved), ("old_replay", p.old_moved)):
+        for kind, counts in (
+            ("grad_replay", p.train_moved),
+            ("ref_replay", p.ref_moved),
+            ("old_replay", p.old_moved),
+        ):
             for m, count in enumerate(counts):
                 end = self.workload.mini_batch_members(m).stop
                 moved.update({(kind, i): f"reward{i % p.rewards}" for i in range(end - count, end)})

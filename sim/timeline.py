@@ -7,8 +7,11 @@ of latest inputs back through the gap. Requests are a sub-lane of the judge's bu
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
+from typing import Any
 
 import pandas as pd
 
@@ -23,6 +26,7 @@ IDLE_CAUSES = (
     "wait:replay",
     "wait:transfer",
     "wait:prompt",
+    "wait:controller",
     "tail",
 )
 _CAUSE = {
@@ -86,6 +90,17 @@ class Timeline:
         """End of the last span, adapter synchronisation included."""
         return max((row.end_us for row in self.rows), default=0)
 
+    @classmethod
+    def of_frame(cls, frame: pd.DataFrame, lanes: Sequence[Lane]) -> Timeline:
+        """The inverse of ``frame``; lanes come from the graph."""
+        optional = ("candidate", "mini_batch")
+        rows = []
+        for record in frame.to_dict("records"):
+            cells: dict[str, Any] = {str(name): value for name, value in record.items()}
+            cells.update({name: None if pd.isna(cells[name]) else int(cells[name]) for name in optional})
+            rows.append(Row(**cells))
+        return cls(tuple(rows), tuple(lanes))
+
     def frame(self) -> pd.DataFrame:
         """One row per span, columns ``COLUMNS``; absent numbers are <NA>."""
         frame = pd.DataFrame([asdict(row) for row in self.rows], columns=list(COLUMNS))
@@ -94,7 +109,7 @@ class Timeline:
     def spans(self, lane: str) -> list[Row]:
         """Exclusive spans of a lane in time order (no requests)."""
         rows = [row for row in self.rows if row.gpu == lane and row.kind != REQUEST]
-        return sorted(rows, key=lambda row: (row.start_us, row.end_us, row.task))
+        return sorted(rows, key=lambda row: (row.start_us, row.end_us))  # stable: tasks of no length keep their order
 
     def use(self, graph: StepGraph) -> list[LaneUse]:
         """Busy, overhead and idle time by cause, per lane."""
@@ -133,8 +148,12 @@ class _Blame:
         self.before: dict[str, Row] = {}
         for lane in timeline.lanes:
             spans = timeline.spans(lane.name)
-            for earlier, later in zip(spans, spans[1:], strict=False):
+            for earlier, later in pairwise(spans):
                 self.before[later.task] = earlier
+            ends = [row.end_us for row in spans]
+            for row in (row for row in timeline.rows if row.kind == REQUEST and row.gpu == lane.name):
+                if place := bisect_right(ends, row.start_us):  # a request waits until the judge is free for it
+                    self.before[row.task] = spans[place - 1]
 
     def idle(self, spans: Sequence[Row], makespan_us: int) -> dict[str, int]:
         """Idle time by cause, every cause named."""
@@ -154,7 +173,10 @@ class _Blame:
         while high > low:
             current = self._latest(current) if current is not None else None
             if current is None:
-                yield "wait:latents", high - low
+                yield (
+                    "wait:controller",
+                    high - low,
+                )  # its inputs were there: only a measured step has such a gap
                 return
             start = min(max(current.start_us, low), high)
             if high > start:
@@ -162,12 +184,20 @@ class _Blame:
                 high = start
 
     def _latest(self, row: Row) -> Row | None:
-        """The input of ``row`` that came last, or the span before it on its lane, whichever ended later."""
-        inputs = list(self._inputs(row))
-        if row.task in self.before:
-            inputs.append(self.before[row.task])
-        earlier = [r for r in inputs if r.end_us <= row.start_us and (r.start_us, r.task) != (row.start_us, row.task)]
-        return max(earlier, key=lambda r: (r.end_us, r.start_us, r.task), default=None)
+        """The last span of some length that ``row`` waited for: an input, or the span before it on its lane.
+
+        Spans of no length are looked through: their order within an instant says nothing.
+        """
+        found: list[Row] = []
+        left, seen = [row], {row.task}
+        while left:
+            current = left.pop()
+            before = [self.before[current.task]] if current.task in self.before else []
+            for earlier in (*self._inputs(current), *before):
+                if earlier.end_us <= row.start_us and earlier.task not in seen:
+                    seen.add(earlier.task)
+                    (found if earlier.start_us < earlier.end_us else left).append(earlier)
+        return max(found, key=lambda r: (r.end_us, r.start_us, r.task), default=None)
 
     def _inputs(self, row: Row) -> Iterable[Row]:
         if row.kind in ("transfer", "sync"):

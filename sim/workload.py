@@ -68,8 +68,16 @@ class Workload(Document):
     def _pixels(cls, value: str) -> str:
         value = RESOLUTIONS.get(value, value)
         height, _, width = value.partition("x")
-        if not (height.isdigit() and width.isdigit() and int(height) % 8 == 0 and int(width) % 8 == 0 and int(height) * int(width)):
-            raise ValueError(f"resolution={value!r} must be HxW in pixels, multiples of 8, or one of {', '.join(RESOLUTIONS)}")
+        if not (
+            height.isdigit()
+            and width.isdigit()
+            and int(height) % 8 == 0
+            and int(width) % 8 == 0
+            and int(height) * int(width)
+        ):
+            raise ValueError(
+                f"resolution={value!r} must be HxW in pixels, multiples of 8, or one of {', '.join(RESOLUTIONS)}"
+            )
         return value
 
     @model_validator(mode="after")
@@ -82,7 +90,9 @@ class Workload(Document):
         if m > b:
             raise ValueError(f"mini_batches={m} must be in 1..{b} (candidates={b})")
         if self.latent_frames % self.chunk_frames:
-            raise ValueError(f"latent_frames={self.latent_frames} must be a multiple of chunk_frames={self.chunk_frames}")
+            raise ValueError(
+                f"latent_frames={self.latent_frames} must be a multiple of chunk_frames={self.chunk_frames}"
+            )
         most = self.denoise_steps - (self.algorithm != "kvpo")
         if self.trained_steps > most:
             raise ValueError(

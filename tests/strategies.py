@@ -6,6 +6,7 @@ Numbers are small, so that events of one instant and zero durations are common: 
 from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
+
 from stagebreaker.profiles.table import DATA_KINDS, TASK_KINDS, GpuKind, LinkCost, Profile, TaskCost
 from stagebreaker.sim.dataflow import CONTROL_KINDS, Assignment, Lane, Need, StepGraph, Task
 from stagebreaker.sim.engine import Costs, simulate
@@ -14,6 +15,7 @@ from stagebreaker.sim.schedules import SCHEDULES, build
 from stagebreaker.sim.workload import Cluster, Gpu, Workload
 
 TRAINED_STEPS = 3
+SERVINGS = ("serial", "dynamic", "continuous")
 LANE_KINDS = tuple(kind for kind in TASK_KINDS if kind != "context_rebuild")
 EDGE_DATA = (None, None, *DATA_KINDS, "sign_gradients")
 SMALL_US = st.one_of(st.sampled_from((0, 0, 1, 2, 3)), st.integers(0, 40))
@@ -43,7 +45,7 @@ class Case:
 
 
 @st.composite
-def profiles(draw, gpu_kinds=1, servings=("serial", "dynamic", "continuous")):
+def profiles(draw, gpu_kinds=1, servings=SERVINGS):
     """Durations of 0 to 40 us, batch curves that rise, links that take 0 to 9 us."""
     names = [f"kind{g}" for g in range(gpu_kinds)]
     count = gpu_kinds * (len(TASK_KINDS) + 1)
@@ -54,9 +56,7 @@ def profiles(draw, gpu_kinds=1, servings=("serial", "dynamic", "continuous")):
             us = next(durations)
             tasks.append(TaskCost(kind=kind, gpu_kind=name, samples_us=(us,)))
             if kind == "score":
-                tasks.append(
-                    TaskCost(kind=kind, gpu_kind=name, batch_size=64, samples_us=(us + 8 * next(durations),))
-                )
+                tasks.append(TaskCost(kind=kind, gpu_kind=name, batch_size=64, samples_us=(us + 8 * next(durations),)))
     sizes = draw(st.lists(st.integers(0, 6), min_size=len(DATA_KINDS), max_size=len(DATA_KINDS)))
     return Profile(
         name="drawn",
@@ -110,9 +110,7 @@ def fixed_orders(draw, consistent=True):
     numbered = [_task(n, kind, back, part) for n, (kind, _, back, _, part) in enumerate(drawn)]
     name = [f"{task.kind}:{task.id}" for task in numbered]
     order = _queue_order(numbered, [place for *_, place, _ in drawn], consistent)
-    lane_of = {
-        name[n]: lanes[drawn[n][1] % lane_count].name for n in order if drawn[n][0] not in CONTROL_KINDS
-    }
+    lane_of = {name[n]: lanes[drawn[n][1] % lane_count].name for n in order if drawn[n][0] not in CONTROL_KINDS}
     queues = {lane.name: tuple(t for t in lane_of if lane_of[t] == lane.name) for lane in lanes}
     tasks = [
         replace(task, id=name[n], needs=tuple(Need(name[need.task], need.data) for need in task.needs))
@@ -173,12 +171,12 @@ def placements(draw, workload, scorings=SCORING):
 
 
 @st.composite
-def scheduled(draw, scorings=SCORING):
+def scheduled(draw, scorings=SCORING, servings=SERVINGS):
     """A case built by a schedule."""
     workload = draw(workloads())
     placement = draw(placements(workload, scorings))
     graph, assignment = build(workload, placement)
-    return Case(graph, assignment, draw(profiles()), Cluster.equal(len(graph.lanes), "kind0"))
+    return Case(graph, assignment, draw(profiles(servings=servings)), Cluster.equal(len(graph.lanes), "kind0"))
 
 
 __all__ = ["Case", "fixed_orders", "placements", "profiles", "scheduled", "workloads"]

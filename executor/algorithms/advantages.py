@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+
 from stagebreaker.profiles.document import InputError
 
 SCOPES = ("group", "minibatch", "batch")
@@ -87,9 +88,7 @@ def _mask_lone(masked: dict[int, str], scores: Iterable[int], kinds: Mapping[str
 
 def _unscorable(scores: Mapping[int, float | None], groups: Mapping[int, int], policy: str) -> dict[int, str]:
     """{masked candidate: reason} under ``policy``."""
-    bad = {
-        i: f"unscorable (score {s})" for i, s in sorted(scores.items()) if s is None or not math.isfinite(s)
-    }
+    bad = {i: f"unscorable (score {s})" for i, s in sorted(scores.items()) if s is None or not math.isfinite(s)}
     if bad and policy == "fail":
         raise UnscorableError(
             f"no usable score for candidates {list(bad)}; "
@@ -122,13 +121,9 @@ def _validate(
             raise InputError(f"candidates {missing} have a score but no entry in {name}")
     absent = sorted(i for i, g in groups.items() if i not in scores and g in {groups[j] for j in scores})
     if absent:
-        raise InputError(
-            f"candidates {absent} belong to a scored group but have no score; give None if unscorable"
-        )
+        raise InputError(f"candidates {absent} belong to a scored group but have no score; give None if unscorable")
     kinds = {"group": groups} | ({scope: mini_batches} if scope == "minibatch" and mini_batches else {})
     for kind, set_of in kinds.items():
         for s, members in _by_set(scores, set_of).items():
             if len(members) < 2:
-                raise InputError(
-                    f"{kind} {s} has one candidate ({members[0]}); an advantage needs at least two"
-                )
+                raise InputError(f"{kind} {s} has one candidate ({members[0]}); an advantage needs at least two")

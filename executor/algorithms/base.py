@@ -18,9 +18,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
+
 from stagebreaker.executor.algorithms.advantages import Advantages
 from stagebreaker.profiles.document import InputError
-from torch import Tensor
 
 
 class Algorithm(ABC):

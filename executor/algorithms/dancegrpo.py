@@ -17,10 +17,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
 from stagebreaker.executor.algorithms.advantages import Advantages, advantages
 from stagebreaker.executor.algorithms.base import Algorithm
 from stagebreaker.profiles.document import InputError
-from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+
 from stagebreaker.executor.algorithms.base import Algorithm
 from stagebreaker.executor.algorithms.interfaces import Policy
 from stagebreaker.executor.algorithms.sampler import Sampler
 from stagebreaker.profiles.document import InputError
-from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -38,19 +39,13 @@ class LatentShape:
     def __post_init__(self) -> None:
         for field in fields(self):
             if getattr(self, field.name) < 1:
-                raise InputError(
-                    f"{field.name}={getattr(self, field.name)} of the latents must be at least 1"
-                )
+                raise InputError(f"{field.name}={getattr(self, field.name)} of the latents must be at least 1")
 
     @staticmethod
-    def of_video(
-        latent_frames: int, chunk_frames: int, channels: int, height: int, width: int
-    ) -> LatentShape:
+    def of_video(latent_frames: int, chunk_frames: int, channels: int, height: int, width: int) -> LatentShape:
         """The shape of ``latent_frames`` cut into equal chunks."""
         if chunk_frames < 1 or latent_frames % chunk_frames:
-            raise InputError(
-                f"latent_frames={latent_frames} must be a multiple of chunk_frames={chunk_frames}"
-            )
+            raise InputError(f"latent_frames={latent_frames} must be a multiple of chunk_frames={chunk_frames}")
         return LatentShape(latent_frames // chunk_frames, channels, chunk_frames, height, width)
 
 
@@ -78,11 +73,11 @@ class NoiseKey:
 class Trajectory:
     """What one candidate did. ``old_logp_U`` are the rollout's own log-probs, one per unit of ``steps``."""
 
-    x_CKDFHW: Tensor  # noqa: N815
+    x_CKDFHW: Tensor
     sampler: Sampler
     steps: tuple[int, ...]
     excluded_steps: tuple[int, ...]
-    old_logp_U: Tensor  # noqa: N815
+    old_logp_U: Tensor
     key: NoiseKey
     adapter_version: int
 
@@ -103,9 +98,7 @@ class Trajectory:
         """``steps`` checked to be a non-empty subset of the trained steps; None means all of them."""
         chosen = self.steps if steps is None else tuple(steps)
         if not chosen or len(set(chosen)) != len(chosen) or not set(chosen) <= set(self.steps):
-            raise InputError(
-                f"steps {list(chosen)} must be a non-empty subset of the trained steps {list(self.steps)}"
-            )
+            raise InputError(f"steps {list(chosen)} must be a non-empty subset of the trained steps {list(self.steps)}")
         return chosen
 
     def to_numpy(self) -> dict[str, Any]:

@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from stagebreaker.profiles.document import InputError
 from torch import Tensor
+
+from stagebreaker.profiles.document import InputError
 
 SAMPLERS = ("dance_sde", "renoise")
 
@@ -91,9 +92,7 @@ class Sampler:
         """log p(x_{k+1} | x_k), [B]: the mean over all other dimensions, constants included."""
         std = self.std(k)
         if std == 0:
-            raise InputError(
-                f"step {k} of {self.name} is deterministic (std 0) and has no log-prob; exclude it"
-            )
+            raise InputError(f"step {k} of {self.name} is deterministic (std 0) and has no log-prob; exclude it")
         return gaussian_log_prob(precise(next_BDFHW), self.mean(x_BDFHW, v_BDFHW, k), std)
 
     def choose_steps(self, wanted: Sequence[int] | None = None) -> StepChoice:
@@ -103,9 +102,7 @@ class Sampler:
             raise InputError(f"trained steps {list(asked)} must be distinct and in 0..{self.steps - 1}")
         trained = tuple(k for k in asked if self.std(k) > 0)
         if not trained:
-            raise InputError(
-                f"none of the steps {list(asked)} of {self.name} is random: nothing to train; set eta > 0"
-            )
+            raise InputError(f"none of the steps {list(asked)} of {self.name} is random: nothing to train; set eta > 0")
         return StepChoice(trained, tuple(k for k in asked if self.std(k) == 0))
 
 

@@ -15,19 +15,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
 from stagebreaker.executor.algorithms.base import Algorithm
 from stagebreaker.executor.algorithms.interfaces import Adapter, Policy
 from stagebreaker.executor.algorithms.rollout import Trajectory
 from stagebreaker.executor.kernels.replay import replay_units, unit_count
-from torch import Tensor
 
 
 @dataclass(frozen=True)
 class UnitGradients:
     """Log-prob and its gradient, one row per unit, at one adapter version."""
 
-    logp_U: Tensor  # noqa: N815
-    g_UP: Tensor  # noqa: N815
+    logp_U: Tensor
+    g_UP: Tensor
     adapter_version: int
 
 

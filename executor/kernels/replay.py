@@ -16,10 +16,11 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+
 from stagebreaker.executor.algorithms.base import Algorithm
 from stagebreaker.executor.algorithms.interfaces import Policy
 from stagebreaker.executor.algorithms.rollout import Trajectory
-from torch import Tensor
 
 
 class ChunkLogProb(NamedTuple):

@@ -16,9 +16,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
 from stagebreaker.executor.algorithms.base import Algorithm
 from stagebreaker.profiles.document import InputError
-from torch import Tensor
 
 
 class FoldError(RuntimeError):
@@ -49,8 +50,8 @@ class ClipCounts:
 class SignGradients:
     """g+ and g- of one candidate, or of some of its steps; the same tensor where no unit is clipped."""
 
-    plus_P: Tensor  # noqa: N815
-    minus_P: Tensor  # noqa: N815
+    plus_P: Tensor
+    minus_P: Tensor
     clip: ClipCounts
 
     @property
@@ -92,13 +93,9 @@ class Accumulator:
     ``parts`` is {candidate: number of parts its steps were divided into}. Early arrivals wait for their turn.
     """
 
-    def __init__(
-        self, parts: Mapping[int, int], numel: int, dtype: torch.dtype, device: torch.device | str = "cpu"
-    ):
+    def __init__(self, parts: Mapping[int, int], numel: int, dtype: torch.dtype, device: torch.device | str = "cpu"):
         if not parts or min(parts.values()) < 1:
-            raise InputError(
-                f"parts={dict(parts)} must name at least one candidate, each with 1 part or more"
-            )
+            raise InputError(f"parts={dict(parts)} must name at least one candidate, each with 1 part or more")
         self._waiting = [(i, part) for i in sorted(parts) for part in range(parts[i])]
         self._held: dict[tuple[int, int], Tensor | None] = {}
         self._survivors = set(parts)
@@ -109,9 +106,7 @@ class Accumulator:
     def add(self, candidate: int, g_P: Tensor, part: int = 0) -> None:
         """Hand in A_i g_i of one part of a candidate."""
         if g_P.shape != self._sum_P.shape:
-            raise InputError(
-                f"candidate {candidate}: gradient of shape {tuple(g_P.shape)}, not {len(self._sum_P)}"
-            )
+            raise InputError(f"candidate {candidate}: gradient of shape {tuple(g_P.shape)}, not {len(self._sum_P)}")
         self._place((candidate, part), g_P)
         self._added.add(candidate)
 
@@ -134,18 +129,14 @@ class Accumulator:
         """(1/Z) sum_i A_i g_i, [P]."""
         if self._waiting:
             missing = [f"{i}.{part}" for i, part in self._waiting if (i, part) not in self._held]
-            raise FoldError(
-                f"gradients of candidate.part {', '.join(missing)} are missing; wait for them or mask them"
-            )
+            raise FoldError(f"gradients of candidate.part {', '.join(missing)} are missing; wait for them or mask them")
         if not self._survivors:
             raise FoldError("every candidate of the mini-batch is masked: there is nothing to update with")
         return self._sum_P / len(self._survivors)
 
     def _place(self, key: tuple[int, int], g_P: Tensor | None) -> None:
         if key not in self._waiting or key in self._held:
-            raise FoldError(
-                f"candidate {key[0]} part {key[1]} was folded already or is not of this mini-batch"
-            )
+            raise FoldError(f"candidate {key[0]} part {key[1]} was folded already or is not of this mini-batch")
         self._held[key] = g_P
         while self._waiting and self._waiting[0] in self._held:
             ready_P = self._held.pop(self._waiting.pop(0))

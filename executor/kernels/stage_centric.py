@@ -14,12 +14,13 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
+
 from stagebreaker.executor.algorithms.base import Algorithm
 from stagebreaker.executor.algorithms.interfaces import Adapter, Policy
 from stagebreaker.executor.algorithms.rollout import Trajectory
 from stagebreaker.executor.kernels.replay import replay_units, unit_count
 from stagebreaker.profiles.document import InputError
-from torch import Tensor
 
 
 def loss_replay(
@@ -51,9 +52,7 @@ def grad_replay(
     """Gradient [P] of this candidate's loss, or of the share of ``steps``; A = 0 gives exactly 0."""
     chosen = trajectory.select_steps(steps)
     if not math.isfinite(advantage):
-        raise InputError(
-            f"advantage={advantage} must be finite; a candidate without a score is masked, not trained"
-        )
+        raise InputError(f"advantage={advantage} must be finite; a candidate without a score is masked, not trained")
     g_P = torch.zeros(adapter.numel, dtype=adapter.params[0].dtype, device=adapter.params[0].device)
     if advantage == 0:
         return g_P

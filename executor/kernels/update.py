@@ -15,9 +15,10 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
 from stagebreaker.executor.algorithms.interfaces import Adapter
 from stagebreaker.profiles.document import InputError
-from torch import Tensor
 
 
 class NonFiniteGradientError(FloatingPointError):
@@ -35,9 +36,7 @@ class AdamWConfig:
     max_grad_norm: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (
-            0 < self.lr < math.inf and self.eps > 0 and self.weight_decay >= 0 and self.max_grad_norm > 0
-        ):
+        if not (0 < self.lr < math.inf and self.eps > 0 and self.weight_decay >= 0 and self.max_grad_norm > 0):
             raise InputError(f"{self}: lr, eps and max_grad_norm must be > 0, lr finite, weight_decay >= 0")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise InputError(f"betas={self.betas} must be in [0, 1)")
@@ -71,9 +70,7 @@ class FlatAdamW:
     def step(self, g_P: Tensor) -> UpdateReport:
         """Apply the mini-batch gradient and load the result into the adapter as its next version."""
         if g_P.shape != self._flat_P.shape:
-            raise InputError(
-                f"gradient of shape {tuple(g_P.shape)} for an adapter of {self._adapter.numel} parameters"
-            )
+            raise InputError(f"gradient of shape {tuple(g_P.shape)} for an adapter of {self._adapter.numel} parameters")
         version = self._adapter.version
         # A copy: the clip works in place, and the caller's sum is not ours to change.
         self._flat_P.grad = g_P.detach().to(self._flat_P, copy=True)
@@ -111,9 +108,7 @@ class FlatAdamW:
             raise InputError(f"optimizer state has {sorted(state)}, needs exp_avg_P, exp_avg_sq_P, step")
         for name in ("exp_avg_P", "exp_avg_sq_P"):
             if state[name].shape != self._flat_P.shape:
-                raise InputError(
-                    f"{name} has shape {tuple(state[name].shape)}, the adapter {len(self._flat_P)}"
-                )
+                raise InputError(f"{name} has shape {tuple(state[name].shape)}, the adapter {len(self._flat_P)}")
         self._adamw.state[self._flat_P] = {
             "step": state["step"].clone(),
             "exp_avg": state["exp_avg_P"].to(self._flat_P, copy=True).detach(),

@@ -57,9 +57,7 @@ class VaeDecoder:
 
     def __init__(self, vae: Any) -> None:
         self.vae = vae
-        stats = torch.tensor(
-            [vae.config.latents_mean, vae.config.latents_std], dtype=torch.float32, device=vae.device
-        )
+        stats = torch.tensor([vae.config.latents_mean, vae.config.latents_std], dtype=torch.float32, device=vae.device)
         self.mean, self.std = stats.view(2, 1, -1, 1, 1, 1)
 
     @torch.no_grad()
@@ -95,9 +93,7 @@ def load_policy(
     return _cast(model, dtype).requires_grad_(False).eval().to(device)
 
 
-def load_vae(
-    source: str | Path, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0
-) -> VaeDecoder:
+def load_vae(source: str | Path, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0) -> VaeDecoder:
     if str(source) == "tiny":
         vae = _cast(tiny_vae(seed), dtype)
     else:
@@ -123,9 +119,7 @@ def load_text_encoder(
         return TextEncoder(model.requires_grad_(False).to(device, dtype), tokenizer, TEXT_TOKENS)
     root = Path(source)
     if not (root / "text_encoder" / "config.json").is_file() or not (root / "tokenizer").is_dir():
-        raise InputError(
-            f"text_encoder={source} must be tiny or a directory that holds text_encoder/ and tokenizer/"
-        )
+        raise InputError(f"text_encoder={source} must be tiny or a directory that holds text_encoder/ and tokenizer/")
     model = _read(UMT5EncoderModel, root / "text_encoder", dtype=dtype)
     tokenizer = _read(AutoTokenizer, root / "tokenizer")
     return TextEncoder(
@@ -143,9 +137,7 @@ def load_judge_model(
     root = Path(source)
     folder = root / "judge" if (root / "judge").is_dir() else root
     if not (folder / "config.json").is_file():
-        raise InputError(
-            f"judge={source} must be tiny or a directory with a vision-language model and its config.json"
-        )
+        raise InputError(f"judge={source} must be tiny or a directory with a vision-language model and its config.json")
     model = _read(AutoModelForImageTextToText, folder, dtype=dtype)
     return model.requires_grad_(False).eval().to(device), _load_processor(folder)
 
@@ -159,9 +151,7 @@ def _load_processor(folder: Path) -> Any:
     if getattr(processor, "image_processor", None) is None:
         tokenizer = _read(AutoTokenizer, folder)
         if "<|image_pad|>" not in tokenizer.get_vocab():
-            raise InputError(
-                f"judge={folder} is no Qwen-VL model and needs torchvision: pip install torchvision"
-            )
+            raise InputError(f"judge={folder} is no Qwen-VL model and needs torchvision: pip install torchvision")
         images = _read(Qwen2VLImageProcessorPil, folder)
         processor = FrameProcessor(images, tokenizer)
     processor.tokenizer.padding_side = "left"
@@ -174,9 +164,7 @@ def _read(kind: Any, folder: Path, **settings: Any) -> Any:
         return kind.from_pretrained(str(folder), local_files_only=True, **settings)
     except (OSError, ValueError, SafetensorError) as error:
         reason = " ".join(str(error).split())
-        raise InputError(
-            f"{folder} cannot be read as {kind.__name__}; save it there again: {reason}"
-        ) from error
+        raise InputError(f"{folder} cannot be read as {kind.__name__}; save it there again: {reason}") from error
 
 
 def _diffusers_dir(root: Path, subfolder: str, class_name: str) -> Path | None:

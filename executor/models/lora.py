@@ -53,14 +53,10 @@ class FlatAdapter:
             targets = ALL_LINEAR
         unknown = [t for t in targets if t not in ALL_LINEAR]
         if unknown or not targets:
-            raise InputError(
-                f"lora_targets={list(targets)} must be all-linear or some of {', '.join(ALL_LINEAR)}"
-            )
+            raise InputError(f"lora_targets={list(targets)} must be all-linear or some of {', '.join(ALL_LINEAR)}")
         self.transformer = transformer
         self.version = 0
-        self.config = LoraConfig(
-            r=rank, lora_alpha=rank if alpha is None else alpha, target_modules=sorted(targets)
-        )
+        self.config = LoraConfig(r=rank, lora_alpha=rank if alpha is None else alpha, target_modules=sorted(targets))
         transformer.requires_grad_(False)
         transformer.add_adapter(self.config, adapter_name=_NAME)
         named = sorted((n, p) for n, p in transformer.named_parameters() if ".lora_" in n)
@@ -93,9 +89,7 @@ class FlatAdapter:
     def sha256(self, vector_P: Tensor | None = None) -> str:
         """Hex digest of the vector's fp32 bytes: equal digests mean the same policy."""
         values = self.vector() if vector_P is None else vector_P
-        return hashlib.sha256(
-            values.detach().to("cpu", torch.float32).contiguous().numpy().tobytes()
-        ).hexdigest()
+        return hashlib.sha256(values.detach().to("cpu", torch.float32).contiguous().numpy().tobytes()).hexdigest()
 
     def views(self, flat_P: Tensor) -> list[Tensor]:
         """Views of a flat buffer in the shape and order of `params`."""
@@ -134,9 +128,7 @@ class FlatAdapter:
         """Read what `save` wrote, with its version (0 if another tool wrote it). Shapes must match."""
         path = Path(directory) / WEIGHTS_NAME
         if not path.is_file():
-            raise InputError(
-                f"{directory} holds no {WEIGHTS_NAME}; give a directory that a peft adapter was saved to"
-            )
+            raise InputError(f"{directory} holds no {WEIGHTS_NAME}; give a directory that a peft adapter was saved to")
         config = LoraConfig.from_pretrained(str(directory))
         if config.lora_alpha / config.r != self.config.lora_alpha / self.config.r:
             raise InputError(
@@ -148,9 +140,7 @@ class FlatAdapter:
             found = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
         wanted = {_PEFT_PREFIX + n: tuple(p.shape) for n, p in zip(self.names, self.params, strict=True)}
         odd = sorted(
-            k
-            for k in wanted.keys() | found.keys()
-            if k not in found or wanted.get(k) != tuple(found[k].shape)
+            k for k in wanted.keys() | found.keys() if k not in found or wanted.get(k) != tuple(found[k].shape)
         )
         if odd:
             raise InputError(

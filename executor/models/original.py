@@ -47,9 +47,7 @@ RENAMES: tuple[tuple[str, str], ...] = (
     (".norm3.", ".norm2."),
     (".norm_swap.", ".norm3."),
 )
-_WRAPPERS = re.compile(
-    r"(_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.|base_model\.model\.)"
-)
+_WRAPPERS = re.compile(r"(_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.|base_model\.model\.)")
 CHECKPOINT_SUFFIXES = (".pt", ".pth", ".safetensors")
 _WAN_HEAD_DIM = 128  # of every released Wan; tensors do not show it
 
@@ -127,9 +125,7 @@ def merge_lora(base: dict[str, Tensor], lora: Mapping[str, Tensor], source: Path
         up = lora.get(key.replace(".lora_A.", ".lora_B."))
         target = key.split(".lora_A.")[0] + ".weight"
         if up is None or target not in base:
-            raise InputError(
-                f"policy={source}: LoRA tensor {key} has no lora_B partner or no base weight {target}"
-            )
+            raise InputError(f"policy={source}: LoRA tensor {key} has no lora_B partner or no base weight {target}")
         base[target] = base[target] + up @ down
 
 

@@ -20,9 +20,7 @@ from stagebreaker.executor.rewards.protocol import Outcome, Request, Scored
 from stagebreaker.executor.rewards.rules import rule_outcome
 
 _QUESTION = "Prompt: {prompt}\nJudge the video step by step."
-_PAIR_QUESTION = (
-    "Prompt: {prompt}\nThe first half shows video A, the second half video B. Compare them step by step."
-)
+_PAIR_QUESTION = "Prompt: {prompt}\nThe first half shows video A, the second half video B. Compare them step by step."
 
 
 class RuleJudge:
@@ -62,12 +60,8 @@ class TinyVlmJudge:
     def _think(self, requests: Sequence[Request]) -> list[str]:
         texts, images = [], []
         for request in requests:
-            shown = [
-                Image.fromarray(f) for video in request.frames for f in sample_frames(video, self.n_frames)
-            ]
-            question = (_QUESTION if len(request.frames) == 1 else _PAIR_QUESTION).format(
-                prompt=request.prompt
-            )
+            shown = [Image.fromarray(f) for video in request.frames for f in sample_frames(video, self.n_frames)]
+            question = (_QUESTION if len(request.frames) == 1 else _PAIR_QUESTION).format(prompt=request.prompt)
             content = [{"type": "image"} for _ in shown] + [{"type": "text", "text": question}]
             texts.append(
                 self.processor.apply_chat_template(
@@ -75,9 +69,7 @@ class TinyVlmJudge:
                 )
             )
             images.append(shown)
-        inputs = self.processor(text=texts, images=images, padding=True, return_tensors="pt").to(
-            self.model.device
-        )
+        inputs = self.processor(text=texts, images=images, padding=True, return_tensors="pt").to(self.model.device)
         tokenizer = self.processor.tokenizer
         ids_BT = self.model.generate(
             **inputs,

@@ -29,9 +29,7 @@ class Request:
 
     def __post_init__(self) -> None:
         if len(self.frames) not in (1, 2):
-            raise ValueError(
-                f"request {self.key} has {len(self.frames)} videos, must have 1 (pointwise) or 2 (pair)"
-            )
+            raise ValueError(f"request {self.key} has {len(self.frames)} videos, must have 1 (pointwise) or 2 (pair)")
 
 
 @dataclass(frozen=True)

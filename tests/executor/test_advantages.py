@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+
 from stagebreaker.executor.algorithms.advantages import UnscorableError, advantages
 from stagebreaker.executor.algorithms.dancegrpo import DanceGRPO
 from stagebreaker.profiles.document import InputError

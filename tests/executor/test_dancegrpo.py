@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+
 from stagebreaker.executor.algorithms.dancegrpo import DanceGRPO
 from stagebreaker.executor.kernels.reward_async import ClipCounts
 from stagebreaker.profiles.document import InputError

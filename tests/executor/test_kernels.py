@@ -9,6 +9,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
+
 from stagebreaker.executor.algorithms.dancegrpo import DanceGRPO
 from stagebreaker.executor.algorithms.rollout import LatentShape, NoiseKey, rollout
 from stagebreaker.executor.algorithms.sampler import Sampler, warped_sigmas
@@ -22,7 +24,6 @@ from stagebreaker.executor.kernels.reward_async import (
 from stagebreaker.executor.kernels.stage_centric import grad_replay, loss_replay
 from stagebreaker.executor.kernels.update import AdamWConfig, FlatAdamW
 from stagebreaker.profiles.document import InputError
-from torch import nn
 
 D, F, H, W, E = 4, 2, 3, 4, 6
 SHAPE = LatentShape(chunks=3, channels=D, frames=F, height=H, width=W)
@@ -91,15 +92,11 @@ class ToyAdapter:
 class World:
     """A policy, its adapter, a text and a few candidates rolled out by it."""
 
-    def __init__(
-        self, dtype, candidates=4, sampler="renoise", policy=None, adapter=None, text=None, shape=SHAPE
-    ):
+    def __init__(self, dtype, candidates=4, sampler="renoise", policy=None, adapter=None, text=None, shape=SHAPE):
         self.dtype, self.policy = dtype, policy or ToyPolicy(dtype)
         self.adapter = adapter or ToyAdapter(self.policy)
         generator = torch.Generator().manual_seed(1)
-        self.text = (
-            torch.randn(1, 5, E, generator=generator, dtype=torch.float64).to(dtype) if text is None else text
-        )
+        self.text = torch.randn(1, 5, E, generator=generator, dtype=torch.float64).to(dtype) if text is None else text
         kind = Sampler(sampler, SIGMAS)
         self.trajectories = [
             rollout(self.policy, ALGORITHM, self.text, shape, kind, NoiseKey(0, 0, i), adapter_version=0)
@@ -108,9 +105,7 @@ class World:
 
     def move(self, size=1e-3):
         """An adapter that is not the rollout's, as after an update."""
-        noise_P = torch.randn(
-            self.adapter.numel, generator=torch.Generator().manual_seed(2), dtype=torch.float64
-        )
+        noise_P = torch.randn(self.adapter.numel, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
         self.adapter.load(self.adapter.vector() + size * noise_P.to(self.dtype), self.adapter.version + 1)
 
     def stage_centric(self, i, old_U, advantage, steps=None):
@@ -134,10 +129,7 @@ class World:
                 for k in range(3):
                     v = self.policy.velocity(states[k][None], SIGMAS[k], self.text, cache)
                     mean, std = trajectory.sampler.mean(states[k][None], v, k), trajectory.sampler.std(k)
-                    logp[k] = (
-                        logp[k]
-                        + torch.distributions.Normal(mean, std).log_prob(states[k + 1][None]).mean() / 3
-                    )
+                    logp[k] = logp[k] + torch.distributions.Normal(mean, std).log_prob(states[k + 1][None]).mean() / 3
                 self.policy.commit(states[-1][None], self.text, cache)
             for k in range(3):
                 rho = torch.exp(logp[k] - old_U[k])

@@ -182,9 +182,7 @@ def test_original_checkpoint_round_trip(tmp_path: Path, name: str) -> None:
 def test_bare_safetensors_with_a_config_beside_it(tmp_path: Path) -> None:
     model = tiny_transformer(seed=6)
     save_file(original_state(model), tmp_path / "wan.safetensors")
-    with pytest.raises(
-        InputError, match=r"width 48, no multiple of 128; put a config\.json with its num_heads"
-    ):
+    with pytest.raises(InputError, match=r"width 48, no multiple of 128; put a config\.json with its num_heads"):
         load_policy(tmp_path / "wan.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"_class_name": "WanModel", "num_heads": 4}))
     assert_same(load_policy(tmp_path), model)
@@ -263,9 +261,7 @@ def test_vae_decodes_to_uint8_and_denormalises(family: Path) -> None:
     assert frames.std() > 5
     assert np.array_equal(load_vae(family).decode(latents), frames)
     vae = tiny_vae(4)
-    mean, std = (
-        torch.tensor(v).view(1, -1, 1, 1, 1) for v in (vae.config.latents_mean, vae.config.latents_std)
-    )
+    mean, std = (torch.tensor(v).view(1, -1, 1, 1, 1) for v in (vae.config.latents_mean, vae.config.latents_std))
     with torch.no_grad():
         pixels = vae.decode(latents * std + mean, return_dict=False)[0][0]
     expected = ((pixels.clamp(-1, 1) + 1) * 127.5).round().permute(1, 2, 3, 0).numpy()

@@ -93,8 +93,7 @@ def test_gradients_land_in_the_flat_buffer() -> None:
     assert torch.equal(flat, 2 * torch.cat([g.flatten() for g in expected]))
     views = adapter.views(flat)
     assert all(
-        p.grad is not None and p.grad.data_ptr() == v.data_ptr()
-        for p, v in zip(adapter.params, views, strict=True)
+        p.grad is not None and p.grad.data_ptr() == v.data_ptr() for p, v in zip(adapter.params, views, strict=True)
     )
     adapter.set_grad(None)
     assert all(p.grad is None for p in adapter.params)
@@ -146,9 +145,7 @@ def test_save_and_load_dir_round_trip(tmp_path: Path) -> None:
 def test_load_dir_reads_what_peft_wrote(tmp_path: Path) -> None:
     adapter = perturbed()
     adapter.save(tmp_path / "ours")
-    PeftModel.from_pretrained(tiny_transformer(), str(tmp_path / "ours")).save_pretrained(
-        str(tmp_path / "peft")
-    )
+    PeftModel.from_pretrained(tiny_transformer(), str(tmp_path / "ours")).save_pretrained(str(tmp_path / "peft"))
     other = FlatAdapter(tiny_transformer(), rank=4, seed=99)
     other.load_dir(tmp_path / "peft")
     assert (other.sha256(), other.version) == (adapter.sha256(), 0)

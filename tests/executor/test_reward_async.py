@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+
 from stagebreaker.executor.kernels.reward_async import Accumulator, ClipCounts, FoldError, SignGradients
 from stagebreaker.profiles.document import InputError
 
@@ -22,9 +23,7 @@ def test_the_mean_is_over_candidates_not_over_gpus():
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3, 4), (4, 3, 2, 1, 0), (2, 0, 4, 1, 3)])
 def test_order_of_arrival_changes_no_bit(order):
-    gradients = 10.0 ** torch.arange(5)[:, None] * torch.randn(
-        5, 64, generator=torch.Generator().manual_seed(0)
-    )
+    gradients = 10.0 ** torch.arange(5)[:, None] * torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
     accumulator = Accumulator(dict.fromkeys(range(5), 1), 64, torch.float32)
     for i in order:
         accumulator.add(i, gradients[i])

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+
 from stagebreaker.executor.algorithms.dancegrpo import DanceGRPO
 from stagebreaker.executor.algorithms.rollout import LatentShape, NoiseKey, Trajectory, rollout
 from stagebreaker.executor.algorithms.sampler import Sampler, gaussian_log_prob, warped_sigmas
@@ -96,9 +97,7 @@ def test_bad_input_is_named(make, message):
 
 def test_every_draw_has_its_own_noise():
     shape = (4, 5)
-    keys = [
-        (s, r, i, c, k) for s in (0, 1, 2**32) for r in (0, 1) for i in (0, 1) for c in (0, 1) for k in (0, 1)
-    ]
+    keys = [(s, r, i, c, k) for s in (0, 1, 2**32) for r in (0, 1) for i in (0, 1) for c in (0, 1) for k in (0, 1)]
     draws = {NoiseKey(s, r, i).draw(c, k, shape).numpy().tobytes() for s, r, i, c, k in keys}
     assert len(draws) == len(keys)
     assert torch.equal(NoiseKey(3, 1, 4).draw(1, 5, shape), NoiseKey(3, 1, 4).draw(1, 5, shape))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from stagebreaker.executor.kernels.update import AdamWConfig, FlatAdamW, NonFiniteGradientError
 from stagebreaker.profiles.document import InputError
 
@@ -52,9 +53,7 @@ def test_equals_torch_on_the_separate_parameters(gradients):
         report = update.step(g_P)
         assert report.grad_norm == pytest.approx(float(norm), rel=1e-6)
         assert (report.clipped, report.adapter_version) == (float(norm) > 1.0, version)
-        torch.testing.assert_close(
-            adapter.vector(), torch.cat([p.detach() for p in parts]), rtol=0, atol=1e-6
-        )
+        torch.testing.assert_close(adapter.vector(), torch.cat([p.detach() for p in parts]), rtol=0, atol=1e-6)
 
 
 def test_the_callers_gradient_is_left_alone(gradients):

@@ -61,13 +61,9 @@ def of(trace: dict[str, Any], phase: str) -> list[dict[str, Any]]:
 
 def threads(trace: dict[str, Any], pid: int = 1) -> dict[int, str]:
     """tid -> name, in the order of their sort index."""
-    named = {
-        e["tid"]: e["args"]["name"] for e in of(trace, "M") if (e["pid"], e["name"]) == (pid, "thread_name")
-    }
+    named = {e["tid"]: e["args"]["name"] for e in of(trace, "M") if (e["pid"], e["name"]) == (pid, "thread_name")}
     order = {
-        e["tid"]: e["args"]["sort_index"]
-        for e in of(trace, "M")
-        if (e["pid"], e["name"]) == (pid, "thread_sort_index")
+        e["tid"]: e["args"]["sort_index"] for e in of(trace, "M") if (e["pid"], e["name"]) == (pid, "thread_sort_index")
     }
     assert named.keys() == order.keys()
     assert len(set(order.values())) == len(order)
@@ -260,9 +256,7 @@ def test_every_arrow_has_two_ends_inside_spans_and_none_goes_back_in_time(case: 
         assert start["tid"] != end["tid"]
         assert start["ts"] <= end["ts"]
         for event in (start, end):
-            inside = [
-                s for s in spans if s["tid"] == event["tid"] and s["ts"] <= event["ts"] < s["ts"] + s["dur"]
-            ]
+            inside = [s for s in spans if s["tid"] == event["tid"] and s["ts"] <= event["ts"] < s["ts"] + s["dur"]]
             assert len(inside) == 1, event
 
 

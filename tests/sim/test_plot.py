@@ -45,9 +45,7 @@ def simulated(
 
 
 def ours(candidates: int = 12, **placed: Any) -> tuple[Timeline, StepGraph]:
-    return simulated(
-        "stagebreaker", candidates, scoring="on_arrival", vae_moved=6, train_moved=(0, 2), **placed
-    )
+    return simulated("stagebreaker", candidates, scoring="on_arrival", vae_moved=6, train_moved=(0, 2), **placed)
 
 
 def bars(ax: Axes) -> dict[str, Rectangle]:

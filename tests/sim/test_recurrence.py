@@ -4,13 +4,14 @@ import pytest
 from builders import placement_of, profile_of, simulated, workload_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from strategies import fixed_orders, scheduled
+
 from stagebreaker.sim.dataflow import CONTROL_KINDS, Assignment, Lane, Need, StepGraph, Task
 from stagebreaker.sim.dispatch import GraphIndex
 from stagebreaker.sim.engine import Costs, DeadlockError, step_us
 from stagebreaker.sim.recurrence import Recurrence, recurrence_times_us, recurrence_us
 from stagebreaker.sim.schedules import build
 from stagebreaker.sim.workload import Cluster
-from strategies import fixed_orders, scheduled
 
 RANDOM = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -23,9 +24,7 @@ def agree(case):
     assert found == {t: times for t, times in expected.items() if t in case.assignment.lane_of}
     assert timeline.makespan_us == recurrence_us(case.graph, case.assignment, case.costs())
     index = GraphIndex(case.graph, case.profile)
-    assert step_us(index, case.assignment, case.costs()) == recurrence_us(
-        index, case.assignment, case.costs()
-    )
+    assert step_us(index, case.assignment, case.costs()) == recurrence_us(index, case.assignment, case.costs())
 
 
 def outcome(function, *arguments):
@@ -59,9 +58,7 @@ def test_engine_equals_recurrence_on_every_schedule(case):
 @given(fixed_orders(consistent=False))
 def test_engine_and_recurrence_find_the_same_deadlocks(case):
     index, costs = GraphIndex(case.graph, case.profile), case.costs()
-    assert outcome(step_us, index, case.assignment, costs) == outcome(
-        recurrence_us, index, case.assignment, costs
-    )
+    assert outcome(step_us, index, case.assignment, costs) == outcome(recurrence_us, index, case.assignment, costs)
 
 
 @settings(RANDOM, max_examples=100)
@@ -179,9 +176,7 @@ def test_a_task_in_no_queue_or_in_two_is_refused():
 def test_one_object_serves_many_assignments():
     workload = workload_of(candidates=4, group_size=4)
     profile = profile_of(generate=10, t0=5, t1=1, grad_replay=20)
-    placements = [
-        placement_of("stagebreaker", scoring="one_batch", train_moved=(count,)) for count in range(5)
-    ]
+    placements = [placement_of("stagebreaker", scoring="one_batch", train_moved=(count,)) for count in range(5)]
     graph, _ = build(workload, placements[0])
     recurrence = Recurrence(graph, Costs(graph, profile, Cluster.equal(2, "gpu"), 3))
     found = [recurrence.step_us(build(workload, p)[1]) for p in placements]

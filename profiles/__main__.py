@@ -1,0 +1,152 @@
+"""stagebreaker-profile: measure what every task of a workload costs on this machine.
+
+Without a sub-command it profiles (this needs the engines); ``compare`` lays two profiles side by side.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from stagebreaker.profiles.cli import console, print_json, progress, ratio, run_app, seconds, share, table
+from stagebreaker.profiles.document import InputError
+from stagebreaker.profiles.table import Profile
+
+app = typer.Typer(help=__doc__, invoke_without_command=True, add_completion=False, pretty_exceptions_enable=False)
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+
+
+@app.callback()
+def profile(
+    context: typer.Context,
+    workload: Annotated[str, typer.Option(help="A shipped workload's name, or a YAML file.")] = "tiny-dancegrpo",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16. Default: bfloat16 on cuda, else float32.")] = "auto",
+    repeats: Annotated[int, typer.Option(help="Samples per task.")] = 7,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Override a workload field: key=value (repeatable).")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Where the profile goes.")] = Path("profile.json"),
+    as_json: JsonFlag = False,
+) -> None:
+    """Measure a workload's tasks on this machine."""
+    if context.invoked_subcommand is not None:
+        return
+    from stagebreaker.sim.workload import load_workload
+
+    chosen = load_workload(workload, tuple(set_ or ()))
+    if repeats < 1:
+        raise InputError(f"--repeats {repeats} must be at least 1")
+    if out.is_dir():
+        raise InputError(f"--out {out} is a folder; give a file")
+    try:
+        from stagebreaker.executor import profiling
+        from stagebreaker.executor.device import pick
+    except ModuleNotFoundError as error:
+        raise InputError(
+            f"profiling runs real engines and {error.name} is not installed; pip install 'stagebreaker[run]'"
+        ) from None
+    where, precision = pick(device, dtype)
+    with progress("timing tasks", profiling.count(chosen)) as tick:
+        measured = profiling.profile_workload(chosen, where, precision, repeats, tick)
+    measured.save(out)
+    if as_json:
+        print_json(summary(measured))
+        return
+    show(measured)
+    console().print(f"wrote {out}")
+
+
+def summary(found: Profile) -> dict[str, Any]:
+    """The object ``--json`` prints."""
+    return {
+        "name": found.name,
+        "provenance": found.provenance,
+        "serving": found.serving,
+        "tasks": [
+            {
+                "kind": t.kind,
+                "gpu_kind": t.gpu_kind,
+                "batch_size": t.batch_size,
+                "median_us": t.median_us,
+                "spread": round(t.spread, 4),
+                "samples": len(t.samples_us),
+            }
+            for t in found.tasks
+        ],
+        "sizes_bytes": found.sizes_bytes,
+        "link": found.link.model_dump(),
+    }
+
+
+def show(found: Profile) -> None:
+    """A table for people."""
+    rows = [
+        (t.kind, t.gpu_kind, str(t.batch_size), seconds(t.median_us), share(t.spread), str(len(t.samples_us)))
+        for t in found.tasks
+    ]
+    kinds = ", ".join(kind.model for kind in found.gpu_kinds)
+    console().print(
+        table(
+            f"{found.name}: {found.provenance} on {kinds}",
+            ("task", "GPU kind", "batch", "median", "spread", "samples"),
+            rows,
+        )
+    )
+
+
+@app.command()
+def compare(
+    first: Annotated[Path, typer.Argument(help="A profile.json.")],
+    second: Annotated[Path, typer.Argument(help="Another.")],
+    as_json: JsonFlag = False,
+) -> None:
+    """Medians of two profiles side by side, second over first."""
+    a, b = Profile.load(first), Profile.load(second)
+    keys = {(t.kind, t.gpu_kind, t.batch_size): t for t in a.tasks}
+    others = {(t.kind, t.gpu_kind, t.batch_size): t for t in b.tasks}
+    both = [key for key in keys if key in others]
+    lines = [
+        {
+            "kind": k[0],
+            "gpu_kind": k[1],
+            "batch_size": k[2],
+            "first_us": keys[k].median_us,
+            "second_us": others[k].median_us,
+            "ratio": _ratio(others[k].median_us, keys[k].median_us),
+        }
+        for k in both
+    ]
+    alone = sorted(f"{k[0]} on {k[1]} at batch {k[2]}" for k in keys.keys() ^ others.keys())
+    if as_json:
+        print_json({"tasks": lines, "only_in_one": alone})
+        return
+    rows = [
+        (
+            str(line["kind"]),
+            str(line["gpu_kind"]),
+            str(line["batch_size"]),
+            seconds(keys[k].median_us),
+            seconds(others[k].median_us),
+            ratio(_ratio(others[k].median_us, keys[k].median_us)),
+        )
+        for k, line in zip(both, lines, strict=True)
+    ]
+    console().print(table(f"{a.name} and {b.name}", ("task", "GPU kind", "batch", "first", "second", "ratio"), rows))
+    if alone:
+        console().print(f"in one of them only: {', '.join(alone)}")
+
+
+def _ratio(numerator: int, denominator: int) -> float | None:
+    return numerator / denominator if denominator else None
+
+
+def main() -> None:
+    """Entry point of stagebreaker-profile."""
+    run_app(app)
+
+
+if __name__ == "__main__":
+    main()
