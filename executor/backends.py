@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from stagebreaker.executor.cluster import now_us, start_ray
+from stagebreaker.executor.cluster import is_running, now_us, start_ray
 from stagebreaker.profiles.document import InputError
 from stagebreaker.sim.dataflow import Lane, Task
 from stagebreaker.sim.workload import Workload
@@ -89,7 +89,10 @@ class Inline:
     def send(self, source: int, target: int, task: str, data: str, size_bytes: int, token: Any) -> None:
         """Through the same messages as between processes."""
         start = now_us()
-        self._workers[target].receive(task, data, self._workers[source].export(task, data))
+        try:
+            self._workers[target].receive(task, data, self._workers[source].export(task, data))
+        except Exception as error:
+            raise _failed(f"{task}/{data}", self._lanes[target], error) from error
         self._done.append(Done(token, None, start, now_us()))
 
     def wait(self) -> list[Done]:
@@ -100,7 +103,12 @@ class Inline:
 
     def call(self, lane: int, method: str, *args: Any) -> Any:
         """Call a worker's method."""
-        return getattr(self._workers[lane], method)(*args)
+        try:
+            return getattr(self._workers[lane], method)(*args)
+        except InputError:
+            raise
+        except Exception as error:
+            raise _failed(method, self._lanes[lane], error) from error
 
     def stop(self) -> None:
         """Nothing to release."""
@@ -112,6 +120,7 @@ class RayBackend:
     name = "ray"
 
     def __init__(self, lanes: Sequence[Lane]) -> None:
+        self._ours = not is_running()
         self.ray = start_ray(len(lanes))
         self._lanes = lanes
         self._actors: list[Any] = []
@@ -152,14 +161,19 @@ class RayBackend:
 
     def call(self, lane: int, method: str, *args: Any) -> Any:
         """Call a worker's method and wait for it."""
-        return self.ray.get(self._actors[lane].call.remote(method, *args))
+        try:
+            return self.ray.get(self._actors[lane].call.remote(method, *args))
+        except Exception as error:
+            cause = _plain(error)
+            raise (cause if isinstance(cause, InputError) else _failed(method, self._lanes[lane], error)) from error
 
     def stop(self) -> None:
         """End the actors and Ray if it is ours."""
         for actor in self._actors:
             self.ray.kill(actor, no_restart=True)
         self._actors.clear()
-        self.ray.shutdown()
+        if self._ours:
+            self.ray.shutdown()
 
 
 class RayWorkers(RayBackend):
@@ -177,7 +191,7 @@ class RayWorkers(RayBackend):
         need = len(lanes)
         have = int(self.ray.cluster_resources().get("GPU", 0))
         if device == "cuda" and have < need:
-            self.ray.shutdown()
+            self.stop()
             raise InputError(f"the plan needs {need} GPUs, this Ray cluster has {have}: missing {need - have}")
         actor = self.ray.remote(concurrency_groups={"data": 1, "compute": 1})(_Process)
         options = {"num_cpus": 0, "num_gpus": 1 if device == "cuda" else 0, "max_restarts": 0}

@@ -6,6 +6,7 @@ The environment that Ray reads at its first import is set here, by the launcher,
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +15,12 @@ from typing import Any
 def now_us() -> int:
     """This process's monotonic clock."""
     return time.monotonic_ns() // 1000
+
+
+def is_running() -> bool:
+    """Whether this process has started Ray, or joined a cluster, already."""
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized())
 
 
 def start_ray(lanes: int) -> Any:

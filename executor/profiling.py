@@ -2,14 +2,17 @@
 
 Each task runs on real inputs made by the tasks before it, after a warm-up, several times; nothing is estimated. Batches
 of the judge are measured at powers of two up to the largest a plan could ask for, data sizes are those of the messages
-workers really send, and the link is timed between two processes. What this device cannot tell (peak memory on a CPU)
-stays empty.
+workers really send, and the link is timed between two processes. CPU workers share caches and memory bandwidth, so they
+are timed beside busy neighbours, as many as the plan will run. What this device cannot tell (peak memory on a CPU) stays
+empty.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -33,9 +36,21 @@ ENGINES = ("torch", "diffusers", "transformers", "peft", "ray")
 
 
 def profile_workload(
-    workload: Workload, device: str, dtype: str, repeats: int, tick: Callable[[int], None] = lambda _: None
+    workload: Workload,
+    device: str,
+    dtype: str,
+    repeats: int,
+    neighbours: int = 0,
+    tick: Callable[[int], None] = lambda _: None,
 ) -> Profile:
-    """Measure everything; ``tick(1)`` after each of ``count(workload)`` measurements."""
+    """Measure everything beside ``neighbours`` busy processes; ``tick(1)`` after each of ``count(workload)``."""
+    with _neighbours(workload, device, dtype, neighbours):
+        return _profile(workload, device, dtype, repeats, neighbours, tick)
+
+
+def _profile(
+    workload: Workload, device: str, dtype: str, repeats: int, neighbours: int, tick: Callable[[int], None]
+) -> Profile:
     worker = Worker(workload, device, dtype)
     worker.warm(("encode_prompt", "generate", "vae_decode", "score", "update"))
     kind = gpu_kind(device)
@@ -48,7 +63,7 @@ def profile_workload(
     return Profile(
         name=f"{workload.name}-{kind.name}",
         provenance="measured",
-        source=f"stagebreaker-profile, {repeats} repeats after one warm-up",
+        source=f"stagebreaker-profile, {repeats} repeats after one warm-up, beside {neighbours} busy neighbours",
         workload=workload.name,
         serving="dynamic",
         dtype=dtype,
@@ -60,6 +75,35 @@ def profile_workload(
         sizes_bytes=bench.sizes(),
         tasks=tuple(bench.costs),
     )
+
+
+@contextmanager
+def _neighbours(workload: Workload, device: str, dtype: str, count: int) -> Iterator[None]:
+    """Processes that do a worker's work over and over while the block runs."""
+    spawn = multiprocessing.get_context("spawn")
+    busy = [spawn.Event() for _ in range(count)]
+    processes = [spawn.Process(target=_work, args=(workload, device, dtype, event), daemon=True) for event in busy]
+    try:
+        for process in processes:
+            process.start()
+        for process, event in zip(processes, busy, strict=True):
+            while not event.wait(1.0):
+                if not process.is_alive():
+                    raise RuntimeError(f"a neighbour process ended with exit code {process.exitcode}")
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _work(workload: Workload, device: str, dtype: str, busy: Any) -> None:
+    """A neighbour: rolls out, decodes and replays until it is killed."""
+    bench = _Bench(Worker(workload, device, dtype), "", 1, lambda _: None)
+    bench.prompt()
+    while True:
+        bench.candidate(0)
+        busy.set()
 
 
 def batch_sizes(workload: Workload) -> tuple[int, ...]:
@@ -108,10 +152,20 @@ class _Bench:
         self.prompts = prompts_of_step(load_prompts(), worker.workload, 0)
         self.costs: list[TaskCost] = []
 
-    def rollout(self) -> None:
-        """Prompts, and one video per request that the judge will see."""
+    def prompt(self) -> None:
+        """Conditioning of every group."""
         for group in range(self.worker.workload.groups):
             self.worker.run(self._order(Task(f"encode_prompt:{group}", "encode_prompt", group=group)))
+
+    def candidate(self, i: int) -> None:
+        """One candidate's rollout, decode and replay."""
+        needs = (Need(f"generate:{i}", "trajectory"),)
+        for task in (self._generate(i), self._decode(i), Task(f"grad_replay:{i}", "grad_replay", needs, candidate=i)):
+            self.worker.run(self._order(task))
+
+    def rollout(self) -> None:
+        """Prompts, and one video per request that the judge will see."""
+        self.prompt()
         self._measure("encode_prompt", Task("encode_prompt:0", "encode_prompt", group=0))
         videos = self.worker.workload.candidates
         for i in range(1, videos):

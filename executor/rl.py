@@ -99,7 +99,7 @@ class RLStep:
         if self.workload.reward_shape != "all_pairs":
             return self._score(str(candidate), outcomes)
         wins = []
-        for name in outcomes:
+        for name in sorted(outcomes):  # a sum in one order, whichever verdict came first
             first, second = (int(v) for v in name.split("-"))
             if candidate in (first, second):
                 value = self._score(name, outcomes)

@@ -189,8 +189,7 @@ class _Training:
             self.tick(1)
         first = self._resume() if self.options.resume else 0
         for n in range(first, self.options.steps):
-            done, step = self._guard(n, lambda n=n: self._step(n))  # type: ignore[misc]
-            self._finish(n, done, step)
+            self._guard(n, lambda n=n: self._finish(n, *self._step(n)))  # type: ignore[misc]
             self.tick(1)
         self.result.adapter_sha256 = self._adapter_state()[1]
         return self.result
@@ -252,10 +251,10 @@ class _Training:
         with (self.options.out / "metrics.jsonl").open(mode, encoding="utf-8") as file:
             file.write(json.dumps(self.result.metrics[-1], allow_nan=False) + "\n")
 
-    def _guard(self, n: int, run: Callable[[], tuple[StepResult, Any]]) -> tuple[StepResult, Any]:
+    def _guard(self, n: int, run: Callable[[], object]) -> None:
         try:
-            return run()
-        except (TaskFailedError, ValueError) as error:
+            run()
+        except (RuntimeError, ValueError) as error:
             from stagebreaker.executor import checkpoint
 
             found = checkpoint.latest(self.options.out)

@@ -213,11 +213,15 @@ class Worker:
 
     def _score(self, order: Order) -> dict[str, Any]:
         """Request name -> outcome, all members as one batch."""
-        requests = [self._request(name, order) for name in order.task.members]
+        requests = [self._asked(name, order) for name in order.task.members]
         outcomes = self.judge.score(requests)
         return {request.key: outcome for request, outcome in zip(requests, outcomes, strict=True)}
 
-    def _request(self, name: str, order: Order) -> Request:
+    def _request(self, order: Order) -> dict[str, Any]:
+        """One request of a judge that serves continuously."""
+        return self._score(order)
+
+    def _asked(self, name: str, order: Order) -> Request:
         videos = name.split("-")
         frames = tuple(self.store[f"vae_decode:{v}", "frames"] for v in videos)
         return Request(name, frames, order.prompts[self.workload.group_of(int(videos[0]))])
@@ -248,9 +252,9 @@ class Worker:
         self, order: Order, trajectory: Trajectory, text: Tensor, advantage: float | None
     ) -> dict[str, Any]:
         """Stage-centric: the loss replay gave the log-probs, the advantage is known; a masked candidate is skipped."""
-        logp_U = trajectory.old_logp_U.new_tensor(order.values[f"loss_replay:{order.task.candidate}"])
-        old_U = self._old(order, trajectory, logp_U)
         steps = order.task.steps
+        logp_U = self._of_steps(order.values[f"loss_replay:{order.task.candidate}"], trajectory, steps)
+        old_U = self._old(order, trajectory, logp_U)
         g_P = stage_centric.grad_replay(
             self.policy,
             self.adapter,
@@ -269,11 +273,16 @@ class Worker:
         """Old log-probs: an old_replay's if there is one, else by old_logprob_source."""
         replayed = order.values.get(f"old_replay:{order.task.candidate}")
         if replayed is not None:
-            wanted = trajectory.select_steps(order.task.steps)
-            return logp_U.new_tensor([replayed[trajectory.steps.index(k)] for k in wanted])
+            return self._of_steps(replayed, trajectory, order.task.steps)
         if self.workload.old_logprob_source == "rollout":
             return old_log_probs(self.algorithm, trajectory, order.task.steps)
         return logp_U.detach()
+
+    @staticmethod
+    def _of_steps(logp: list[float], trajectory: Trajectory, steps: tuple[int, ...] | None) -> Tensor:
+        """The unit log-probs of ``steps`` out of a whole candidate's."""
+        wanted = trajectory.select_steps(steps)
+        return trajectory.old_logp_U.new_tensor([logp[trajectory.steps.index(k)] for k in wanted])
 
     @staticmethod
     def _advantage(order: Order) -> Mapping[str, Any] | None:

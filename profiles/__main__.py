@@ -25,6 +25,10 @@ def profile(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16. Default: bfloat16 on cuda, else float32.")] = "auto",
     repeats: Annotated[int, typer.Option(help="Samples per task.")] = 7,
+    neighbours: Annotated[
+        int | None,
+        typer.Option(help="Busy processes beside the one that is timed. Default: on a CPU the plan's others."),
+    ] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Override a workload field: key=value (repeatable).")
     ] = None,
@@ -49,8 +53,11 @@ def profile(
             f"profiling runs real engines and {error.name} is not installed; pip install 'stagebreaker[run]'"
         ) from None
     where, precision = pick(device, dtype)
+    beside = neighbours if neighbours is not None else (chosen.default_gpus - 1 if where == "cpu" else 0)
+    if not 0 <= beside <= 64:
+        raise InputError(f"--neighbours {beside} must be in 0..64")
     with progress("timing tasks", profiling.count(chosen)) as tick:
-        measured = profiling.profile_workload(chosen, where, precision, repeats, tick)
+        measured = profiling.profile_workload(chosen, where, precision, repeats, beside, tick)
     measured.save(out)
     if as_json:
         print_json(summary(measured))

@@ -8,7 +8,9 @@ leave it free and before the tasks after them. Dispatch keeps the counts; it kno
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 from stagebreaker.profiles.table import Profile, Serving
 from stagebreaker.sim.dataflow import CONTROL_KINDS, POLICY_KINDS, REQUEST, Assignment, StepGraph
@@ -16,8 +18,7 @@ from stagebreaker.sim.dataflow import CONTROL_KINDS, POLICY_KINDS, REQUEST, Assi
 CONTROL = -1
 
 
-@dataclass(frozen=True, slots=True)
-class Transfer:
+class Transfer(NamedTuple):
     """Data of ``source`` on its way to lane ``target``; ``users`` may count it as arrived when it gets there."""
 
     source: int
@@ -25,6 +26,13 @@ class Transfer:
     data: str
     size_bytes: int
     users: tuple[int, ...]
+
+
+class Route(NamedTuple):
+    """Where one task's results go: tasks that have them at once, and transfers in the order of their egress."""
+
+    at_once: tuple[int, ...]
+    transfers: tuple[Transfer, ...]
 
 
 class GraphIndex:
@@ -47,11 +55,44 @@ class GraphIndex:
         self.request = [task.kind == REQUEST for task in graph.tasks]
         self.turn = [tuple(int(v) for v in re.findall(r"\d+", " ".join(task.members))) for task in graph.tasks]
         """Requests of one instant are served by candidate numbers, whatever order tasks were created in."""
+        self.queued = self.control.count(False) - self.request.count(True)
+        """Number of tasks that stand in a queue."""
         self.update = [task.kind == "update" for task in graph.tasks]
         self.policy = [task.kind in POLICY_KINDS for task in graph.tasks]
         self.lanes = {lane.name: n for n, lane in enumerate(graph.lanes)}
         self.adapter_bytes = data_bytes(profile, "adapter")
+        self._ends = [itemgetter(n, *(user for user, _, _ in users)) for n, users in enumerate(self.users)]
+        self._routes: list[dict[Any, Route]] = [{} for _ in graph.tasks]
         self.roots = [n for n, count in enumerate(self.needs) if not count]
+
+    def route(self, n: int, lane: Sequence[int], policy_lanes: Sequence[int]) -> Route:
+        """The route of task ``n`` when task t is on ``lane[t]``; remembered, since placements share most of them."""
+        key = self._ends[n](lane)  # the lanes of both ends of every edge
+        if self.update[n]:
+            key = (key, *policy_lanes)
+        found = self._routes[n].get(key)
+        if found is None:
+            found = self._routes[n][key] = self._route(n, lane, policy_lanes)
+        return found
+
+    def _route(self, n: int, lane: Sequence[int], policy_lanes: Sequence[int]) -> Route:
+        here = lane[n]
+        at_once: list[int] = []
+        away: dict[tuple[int, str], tuple[int, list[int]]] = {}
+        for user, data, size in self.users[n]:
+            there = lane[user]
+            if data is None or there in (here, CONTROL) or here == CONTROL:
+                at_once.append(user)
+            else:
+                away.setdefault((there, data), (size, []))[1].append(user)
+        if self.update[n]:  # every lane with a policy gets the new adapter, whether or not a task waits for it
+            for there in policy_lanes:
+                if there != here:
+                    away.setdefault((there, "adapter"), (self.adapter_bytes, []))
+        transfers = (
+            Transfer(n, there, data, size, tuple(users)) for (there, data), (size, users) in sorted(away.items())
+        )
+        return Route(tuple(at_once), tuple(transfers))
 
 
 def data_bytes(profile: Profile, data: str) -> int:
@@ -70,7 +111,7 @@ class Dispatch:
             self.lane[names[task]] = lanes[lane]
         self.queue = [[names[task] for task in assignment.order[lane]] for lane in lanes]
         self.serve_after = [assignment.serve_after.get(lane, 0) for lane in lanes]
-        self._check(assignment)
+        self._check()
         self.missing = list(index.needs)
         self.done = [False] * len(index.tasks)
         self.position = [0] * len(lanes)
@@ -88,14 +129,16 @@ class Dispatch:
                 used[lane_number] = True
         self.policy_lanes = [n for n, has in enumerate(used) if has]
 
-    def _check(self, assignment: Assignment) -> None:
+    def _check(self) -> None:
         """Every task but the controller's has a lane and, requests apart, stands in that lane's queue once."""
-        queued = [(task, lane) for lane, queue in assignment.order.items() for task in queue]
-        expected = [(t.id, assignment.lane_of.get(t.id)) for t in self.index.tasks if t.kind not in CONTROL_KINDS]
-        placed = sorted((t, lane) for t, lane in expected if lane is not None and not t.startswith(f"{REQUEST}:"))
-        if len(placed) + sum(self.index.request) != len(expected) or sorted(queued) != placed:
-            odd = [t for t, lane in expected if lane is None] or sorted({t for t, _ in set(queued) ^ set(placed)})
-            raise ValueError(f"task {odd[0] if odd else queued[0][0]} must have a lane and stand in its queue once")
+        index, lane = self.index, self.lane
+        queued = [n for queue in self.queue for n in queue]
+        astray = [n for number, queue in enumerate(self.queue) for n in queue if lane[n] != number or index.request[n]]
+        if len(queued) == index.queued and len(set(queued)) == len(queued) and not astray:
+            return
+        free = (n for n in range(len(lane)) if not index.control[n] and not index.request[n] and n not in queued)
+        odd = next(iter([*astray, *free, *(n for n in queued if queued.count(n) > 1)]))
+        raise ValueError(f"task {index.tasks[odd].id} must have a lane and stand in that lane's queue once")
 
     def begin(self) -> list[int]:
         """Control tasks that are ready before anything has run (none in a sensible graph)."""
@@ -113,42 +156,24 @@ class Dispatch:
         if self.index.request[n]:
             self.waiting[lane].append(n)
 
-    def complete(self, n: int) -> tuple[list[int], list[Transfer]]:
+    def complete(self, n: int) -> tuple[list[int], tuple[Transfer, ...]]:
         """Task ``n`` is done: (control tasks now ready, transfers now due in the order of their egress)."""
-        controls: list[int] = []
         self.done[n] = True
-        here = self.lane[n]
-        away: dict[tuple[int, str], tuple[int, list[int]]] = {}
-        for user, data, size in self.index.users[n]:
-            there = self.lane[user]
-            if data is None or there in (here, CONTROL) or here == CONTROL:
-                self._arrived(user, controls)
-            elif (there, data) in away:
-                away[there, data][1].append(user)
-            else:
-                away[there, data] = (size, [user])
-        if self.index.update[n]:  # every lane with a policy gets the new adapter, whether or not a task waits for it
-            for there in self.policy_lanes:
-                if there != here and (there, "adapter") not in away:
-                    away[there, "adapter"] = (self.index.adapter_bytes, [])
-        if not away:
-            return controls, []
-        transfers = [
-            Transfer(n, there, data, size, tuple(users)) for (there, data), (size, users) in sorted(away.items())
-        ]
-        return controls, transfers
+        route = self.index.route(n, self.lane, self.policy_lanes)
+        return self._arrived(route.at_once), route.transfers
 
     def arrive(self, transfer: Transfer) -> list[int]:
         """A transfer has reached its lane: control tasks now ready."""
-        controls: list[int] = []
-        for user in transfer.users:
-            self._arrived(user, controls)
-        return controls
+        return self._arrived(transfer.users)
 
-    def _arrived(self, user: int, controls: list[int]) -> None:
-        self.missing[user] -= 1
-        if not self.missing[user]:
-            self._ready(user, controls)
+    def _arrived(self, users: tuple[int, ...]) -> list[int]:
+        controls: list[int] = []
+        missing = self.missing
+        for user in users:
+            missing[user] -= 1
+            if not missing[user]:
+                self._ready(user, controls)
+        return controls
 
     def next_task(self, lane: int) -> int | None:
         """Head of the lane's queue if it may start now. Take it with ``take_task``."""

@@ -13,6 +13,7 @@ from collections.abc import Generator
 from typing import Any
 
 import simpy
+from simpy.events import Timeout
 
 from stagebreaker.profiles.document import InputError
 from stagebreaker.profiles.table import LinkCost, Profile
@@ -43,11 +44,25 @@ class Costs:
         self.kinds = [cluster.gpus[lane.index].kind for lane in graph.lanes]
         self.link: LinkCost = profile.link
         self.serving = profile.serving
+        self._tasks: dict[tuple[str, tuple[int, ...] | None, int], int] = {}
+        self._transfers: dict[int, int] = {}
         self._cache: dict[tuple[str, str, int, int], int] = {}
 
     def task_us(self, task: Task, lane: int) -> int:
         """Duration of one exclusive task on a lane."""
-        return self._lookup(task.kind, self.kinds[lane], max(1, len(task.members)), len(task.steps or ()))
+        key = (task.id, task.steps, lane)
+        found = self._tasks.get(key)
+        if found is None:
+            batch, steps = max(1, len(task.members)), len(task.steps or ())
+            found = self._tasks[key] = self._lookup(task.kind, self.kinds[lane], batch, steps)
+        return found
+
+    def transfer_us(self, size_bytes: int) -> int:
+        """Time on the link."""
+        found = self._transfers.get(size_bytes)
+        if found is None:
+            found = self._transfers[size_bytes] = self.link.duration_us(size_bytes)
+        return found
 
     def batch_us(self, size: int, lane: int) -> int:
         """t(b): one scoring batch of ``size`` requests."""
@@ -88,6 +103,9 @@ class _Run:
         self.dispatch = Dispatch(index, assignment)
         self.egress_free = [0] * len(index.graph.lanes)
         self.wake: list[simpy.Event | None] = [None] * len(index.graph.lanes)
+        self.available_us = [0] * len(index.tasks)
+        """When the last transfer to a task of a plain lane arrives."""
+        self.last_arrival_us = 0
         self.ready_us = [0] * len(index.tasks) if record else []
         self.batches = [0] * len(index.graph.lanes)
         self.end_us = 0
@@ -106,19 +124,25 @@ class _Run:
         self.env.run()
         if not all(self.dispatch.finished(lane) for lane in range(len(self.egress_free))):
             raise DeadlockError("; ".join(self.dispatch.blocked()))
-        return self.end_us
+        return max(self.end_us, self.last_arrival_us)
 
     # -- lanes -------------------------------------------------------------------------------------------------
 
     def _plain(self, lane: int) -> Process:
-        """A lane without a judge: its queue in order."""
-        dispatch = self.dispatch
-        while not dispatch.finished(lane):
-            task = dispatch.next_task(lane)
-            if task is None:
+        """A lane without a judge: its queue in order. Waiting for an arrival and the task itself are one event."""
+        dispatch, costs, tasks = self.dispatch, self.costs, self.index.tasks
+        for n in dispatch.queue[lane]:
+            while dispatch.missing[n]:
                 yield self._sleep(lane)
-            else:
-                yield from self._exclusive(task, lane)
+            dispatch.take_task(lane)
+            now = self.now_us
+            start = max(now, self.available_us[n])
+            end = start + costs.task_us(tasks[n], lane)
+            if end > now:
+                yield Timeout(self.env, end - now)
+            if self.record:
+                self._row(tasks[n], lane, self.ready_us[n], start)
+            self._complete(n)
 
     def _serving(self, lane: int) -> Process:
         """A lane with a judge: decodes first, then what waits, as the serving mode says."""
@@ -196,13 +220,14 @@ class _Run:
 
     def _rouse(self) -> None:
         """Wake the sleeping lanes where something became ready."""
-        for lane in self.dispatch.touched:
+        touched = self.dispatch.touched
+        for lane in touched:
             event = self.wake[lane]
             if event is not None:
                 self.wake[lane] = None
                 if not event.triggered:
                     event.succeed()
-        self.dispatch.touched.clear()
+        touched.clear()
 
     def _complete(self, n: int) -> None:
         self.end_us = self.now_us
@@ -211,7 +236,8 @@ class _Run:
             self._note_ready(user for user, _, _ in self.index.users[n])
         for transfer in transfers:
             self._send(transfer)
-        self._control(controls)
+        if controls:
+            self._control(controls)
         self._rouse()
 
     def _control(self, controls: list[int]) -> None:
@@ -220,21 +246,29 @@ class _Run:
 
     def _send(self, transfer: Transfer) -> None:
         """Queue a transfer on its lane's link, behind those before it."""
-        lane = self.dispatch.lane[transfer.source]
-        start = max(self.now_us, self.egress_free[lane])
-        end = start + self.costs.link.duration_us(transfer.size_bytes)
+        lane, now = self.dispatch.lane[transfer.source], self.now_us
+        start = max(now, self.egress_free[lane])
+        end = start + self.costs.transfer_us(transfer.size_bytes)
         self.egress_free[lane] = end
         if self.record:
-            self.rows.append(transfer_row(self.index, transfer, lane, self.now_us, start, end))
-        event = self.env.timeout(end - self.now_us)
-        event.callbacks.append(lambda _: self._receive(transfer))
+            self.rows.append(transfer_row(self.index, transfer, lane, now, start, end))
+        if end > self.last_arrival_us:
+            self.last_arrival_us = end
+        if self.dispatch.serves[transfer.target]:  # a judge decides by what has arrived
+            event = Timeout(self.env, end - now)
+            event.callbacks.append(lambda _: self._receive(transfer))
+        else:  # a queue in fixed order only needs to know when
+            for user in transfer.users:
+                if end > self.available_us[user]:
+                    self.available_us[user] = end
+            self._receive(transfer)
 
     def _receive(self, transfer: Transfer) -> None:
-        self.end_us = self.now_us
         controls = self.dispatch.arrive(transfer)
         if self.record:
             self._note_ready(transfer.users)
-        self._control(controls)
+        if controls:
+            self._control(controls)
         self._rouse()
 
     # -- rows --------------------------------------------------------------------------------------------------
@@ -242,7 +276,7 @@ class _Run:
     def _note_ready(self, users: Any) -> None:
         for user in users:
             if not self.dispatch.missing[user]:
-                self.ready_us[user] = self.now_us
+                self.ready_us[user] = max(self.now_us, self.available_us[user])
 
     def _row(self, task: Task, lane: int, ready: int, start: int) -> None:
         where = self.index.graph.lanes[lane]

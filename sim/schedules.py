@@ -318,22 +318,33 @@ class Assigner:
         self.schedule = schedule_named(placement.schedule)
         placed = [(_rank(t, self.schedule), n, t) for n, t in enumerate(graph.tasks) if t.kind not in CONTROL_KINDS]
         placed.sort(key=lambda item: item[:2])
-        self.home = [(rank, t, _home(t, self.schedule, placement)) for rank, _, t in placed]
+        apart = () if workload.deterministic else ("fold",)  # otherwise a gradient is scaled where it is
+        self.tasks = [
+            (
+                t.id,
+                None if t.pinned else (t.kind, t.candidate),
+                _home(t, self.schedule, placement),
+                t.needs[0].task if t.kind in apart else None,
+                rank[0] < _SERVE,
+            )
+            for rank, _, t in placed
+            if t.kind != REQUEST
+        ]
+        self.requests = {t.id: t.pinned for t in graph.of_kind(REQUEST) if t.pinned is not None}
+        self.lanes = tuple(lane.name for lane in graph.lanes)
 
     def __call__(self, placement: Placement) -> Assignment:
         """Where each task runs, and each lane's queue."""
-        lane_of: dict[str, str] = {}
-        queues: dict[str, list[str]] = {lane.name: [] for lane in self.graph.lanes}
-        serve_after = dict.fromkeys(queues, 0)
+        lane_of = dict(self.requests)
+        queues: dict[str, list[str]] = {lane: [] for lane in self.lanes}
+        serve_after = dict.fromkeys(self.lanes, 0)
         moved = self._moved(placement) if self.schedule.movable else {}
-        for rank, task, home in self.home:
-            lane = moved.get((task.kind, task.candidate), home) if task.pinned is None else home
-            if task.kind == "fold" and not self.workload.deterministic:  # scaled where the gradient is
-                lane = lane_of[task.needs[0].task]
-            lane_of[task.id] = lane
-            if task.kind != REQUEST:
-                queues[lane].append(task.id)
-                serve_after[lane] += rank[0] < _SERVE
+        for task, movable, home, follows, early in self.tasks:
+            lane = lane_of[follows] if follows else moved.get(movable, home) if movable else home
+            lane_of[task] = lane
+            queues[lane].append(task)
+            if early:
+                serve_after[lane] += 1
         return Assignment(lane_of, {lane: tuple(queue) for lane, queue in queues.items()}, serve_after)
 
     def _moved(self, p: Placement) -> dict[tuple[str, int | None], str]:

@@ -75,9 +75,9 @@ def test_data_for_the_same_lane_or_the_controller_does_not_travel():
     begun(dispatch)
     dispatch.take_task(0)
     controls, transfers = dispatch.complete(n["grad_replay:0"])
-    assert (controls, transfers) == ([n["advantage:0"]], [])
+    assert (controls, transfers) == ([n["advantage:0"]], ())
     assert dispatch.next_task(0) is None
-    assert dispatch.complete(n["advantage:0"]) == ([], [])
+    assert dispatch.complete(n["advantage:0"]) == ([], ())
     assert dispatch.next_task(0) == n["fold:0"]
 
 
