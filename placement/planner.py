@@ -61,6 +61,7 @@ def make_plan(
     tick: Callable[[int], None] = lambda _: None,
 ) -> Planned:
     """Find the best placement and compare every schedule with it."""
+    workload.check_profile(profile)
     gpus = len(cluster.gpus)
     space = Space.of(workload, gpus, split, scoring)
     result = search(workload, cluster, profile, space, tick)

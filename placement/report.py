@@ -32,7 +32,7 @@ def write_outputs(planned: Planned, out: Path) -> None:
     write_csv(planned.timelines[best], out / "timeline.csv")
     write_trace(out / "trace.json", {"predicted": planned.timelines[best]}, planned.graphs[best])
     shown = list(dict.fromkeys(["colocated", "async_reward", planned.best_baseline, "merged_replay", "stagebreaker"]))
-    axes = gantts({name: planned.timelines[name] for name in shown})
+    axes = gantts({name: planned.timelines[name] for name in shown}, planned.graphs)
     save_figure(axes[0].figure, out / "timeline.png")
 
 

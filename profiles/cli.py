@@ -72,7 +72,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
     """A table: first column left, the others right."""
     made = Table(title=title, title_justify="left")
     for n, column in enumerate(columns):
-        made.add_column(column, justify="left" if n == 0 else "right")
+        made.add_column(column, justify="left" if n == 0 else "right", no_wrap=n == 0)
     for row in rows:
         made.add_row(*row)
     return made

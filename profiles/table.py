@@ -107,8 +107,8 @@ class Profile(Document):
     workload: str = ""
     serving: Serving
     dtype: str = "bfloat16"
-    resolution: str = ""
-    latent_frames: NonNegative = 0
+    settings: dict[str, str | int] = Field(default_factory=dict)
+    """The workload's fields that the costs depend on (resolution, latent frames, LoRA rank, ...); empty: any."""
     versions: dict[str, str] = Field(default_factory=dict)
     gpu_kinds: tuple[GpuKind, ...]
     link: LinkCost

@@ -14,9 +14,26 @@ import yaml
 from pydantic import Field, field_validator, model_validator
 
 from stagebreaker.profiles.document import Document, InputError, Model, load_yaml, nearest, read_mapping
+from stagebreaker.profiles.table import Profile
 
 RESOLUTIONS = {"360p": "352x640", "480p": "480x832"}
 Positive = Annotated[int, Field(ge=1)]
+
+
+COST_FIELDS = (
+    "policy",
+    "vae",
+    "text_encoder",
+    "judge",
+    "latent_frames",
+    "resolution",
+    "chunk_frames",
+    "denoise_steps",
+    "trained_steps",
+    "judge_tokens",
+    "lora_rank",
+    "lora_targets",
+)
 
 
 class Workload(Document):
@@ -142,6 +159,21 @@ class Workload(Document):
     def mini_batch_of(self, candidate: int) -> int:
         """Mini-batch of a candidate."""
         return next(m for m in range(self.mini_batches) if candidate in self.mini_batch_members(m))
+
+    def cost_settings(self) -> dict[str, str | int]:
+        """The fields that decide what a task costs."""
+        fields = {name: getattr(self, name) for name in COST_FIELDS}
+        return {name: ",".join(value) if isinstance(value, tuple) else value for name, value in fields.items()}
+
+    def check_profile(self, profile: Profile) -> None:
+        """Raise ``InputError`` if the profile's costs are those of another workload."""
+        mine = self.cost_settings()
+        for name, value in profile.settings.items():
+            if name in mine and mine[name] != value:
+                raise InputError(
+                    f"profile {profile.name!r} was taken with {name}={value}, workload {self.name} has "
+                    f"{name}={mine[name]}; profile that workload, or plan the one that was profiled"
+                )
 
     def with_(self, **changes: object) -> Workload:
         """A copy with some fields changed, validated."""
