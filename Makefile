@@ -39,7 +39,8 @@ bench: setup
 	$(BIN)/python benchmarks/kernels.py --out benchmarks/results
 
 figures: setup
-	$(BIN)/python docs/figures.py
+	$(BIN)/stagebreaker-plan --workload dancegrpo-vrt --set candidates=24 --set group_size=12 --out build/figures
+	cp build/figures/timeline.png docs/timeline.png
 
 clean:
 	rm -rf $(VENV) $(DEMO) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
