@@ -63,12 +63,8 @@ def run(
 
     found = Plan.load(plan)
     _check(found, backend, steps, workload, cluster)
-    try:
-        from stagebreaker.executor import runner
-    except ModuleNotFoundError as error:
-        raise InputError(
-            f"running needs {error.name}, which is not installed; pip install 'stagebreaker[run]'"
-        ) from None
+    from stagebreaker.executor import runner
+
     program = runner.Program.of(found, schedule or found.best)
     _prepare(out, resume)
     with progress(f"running {program.schedule} on {backend}", steps + 1) as tick:
@@ -311,12 +307,8 @@ def check_gradients(
     from stagebreaker.sim.workload import load_workload
 
     chosen = load_workload(workload, tuple(set_ or ()))
-    try:
-        from stagebreaker.executor.gradients import TOLERANCE, check
-    except ModuleNotFoundError as error:
-        raise InputError(
-            f"running needs {error.name}, which is not installed; pip install 'stagebreaker[run]'"
-        ) from None
+    from stagebreaker.executor.gradients import TOLERANCE, check
+
     cases = check(chosen)
     worst = {dtype: max(case.max_rel_error for case in cases if case.dtype == dtype) for dtype in TOLERANCE}
     ok = all(worst[dtype] <= limit for dtype, limit in TOLERANCE.items())

@@ -2,9 +2,9 @@
 
 Each task runs on real inputs made by the tasks before it, after a warm-up, several times; nothing is estimated. Batches
 of the judge are measured at powers of two up to the largest a plan could ask for, data sizes are those of the messages
-workers really send, and the link is timed between two processes. CPU workers share caches and memory bandwidth, so they
-are timed beside busy neighbours, as many as the plan will run. What this device cannot tell (peak memory on a CPU) stays
-empty.
+workers really send, and the link is timed between two processes. CPU workers share caches and memory bandwidth, so
+they are timed beside busy neighbours, as many as the plan will run. What this device cannot tell (peak memory on a
+CPU) stays empty.
 """
 
 from __future__ import annotations

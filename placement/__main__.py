@@ -45,7 +45,10 @@ def plan(
     actors: Annotated[int | None, typer.Option(help="Fix the number of actor GPUs.")] = None,
     rewards: Annotated[int | None, typer.Option(help="Fix the number of reward GPUs.")] = None,
     cluster: Annotated[Path | None, typer.Option(help="A cluster.yaml instead of --gpus.")] = None,
-    scoring: Annotated[str, typer.Option(help="on_arrival, per_mini_batch, one_batch, or all.")] = "one_batch",
+    scoring: Annotated[
+        str,
+        typer.Option(help="on_arrival, per_mini_batch or one_batch; all of them; or auto: the one that looks best."),
+    ] = "auto",
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Override a workload field: key=value (repeatable).")
     ] = None,
@@ -58,18 +61,17 @@ def plan(
     if context.invoked_subcommand is not None:
         return
     from stagebreaker.placement.planner import make_plan
-    from stagebreaker.placement.report import report, show, write_outputs
-    from stagebreaker.placement.space import Space
+    from stagebreaker.placement.report import check_folder, report, show, write_outputs
     from stagebreaker.sim.workload import load_workload
 
     started = time.monotonic()
+    check_folder(out)
     chosen = load_workload(workload, tuple(set_ or ()))
     costs, origin = find_profile(profile, chosen.name, chosen.profile)
     machines = _cluster(costs, cluster, gpus, actors, rewards, chosen.default_gpus)
     split = _split(len(machines.gpus), actors, rewards)
     modes = _scoring(scoring)
-    with progress("simulating placements", Space.of(chosen, len(machines.gpus), split, modes).size) as tick:
-        planned = make_plan(chosen, machines, costs, split, modes, tick)
+    planned = make_plan(chosen, machines, costs, split, modes, progress)
     write_outputs(planned, out)
     if as_json:
         print_json(report(planned, time.monotonic() - started))
@@ -115,6 +117,8 @@ def _cluster(
             raise InputError("--cluster and --gpus both say how many GPUs there are; give one of them")
         return Cluster.load(file)
     if actors is not None and rewards is not None:
+        if gpus is not None and gpus < actors + rewards:
+            raise InputError(missing_gpus(actors + rewards, gpus))
         if gpus is not None and gpus != actors + rewards:
             raise InputError(
                 f"--actors {actors} and --rewards {rewards} make {actors + rewards} GPUs, --gpus says {gpus}"
@@ -132,17 +136,24 @@ def _split(gpus: int, actors: int | None, rewards: int | None) -> tuple[int, int
     if a < 1 or r < 1:
         raise InputError(f"--actors {a} and --rewards {r} must both be at least 1 (GPUs: {gpus})")
     if a + r > gpus:
-        raise InputError(f"needs {a + r} GPUs, the cluster has {gpus}: missing {a + r - gpus}")
+        raise InputError(missing_gpus(a + r, gpus))
     return a, r
+
+
+def missing_gpus(needed: int, there: int) -> str:
+    """What to say when a split needs more GPUs than there are."""
+    return f"needs {needed} GPUs, the cluster has {there}: missing {needed - there}; give more or lower --actors"
 
 
 def _scoring(text: str) -> Any:
     from stagebreaker.sim.plan import SCORING
 
+    if text == "auto":
+        return None
     if text == "all":
         return SCORING
     if text not in SCORING:
-        raise InputError(f"--scoring {text!r} is unknown; {nearest(text, (*SCORING, 'all'))}")
+        raise InputError(f"--scoring {text!r} is unknown; {nearest(text, (*SCORING, 'all', 'auto'))}")
     return (text,)
 
 

@@ -39,16 +39,24 @@ class StepCosts:
         sizes = range(1, min(most, max(curve)) + 1)
         return int(requests * min(self.profile.duration_us("score", self.gpu_kind, b) / b for b in sizes))
 
+    def fullest_judge(self, rewards: int) -> int:
+        """Most requests that one of ``rewards`` judges gets; a request goes by its first candidate (sim.schedules)."""
+        w = self.workload
+        dealt = [0] * rewards
+        for i in range(w.candidates):
+            dealt[i % rewards] += w.group_size - 1 - i % w.group_size if w.reward_shape == "all_pairs" else 1
+        return max(dealt)
+
     @property
     def fastest_score_us(self) -> int:
         """No verdict comes sooner than the fastest batch."""
         return min(self.profile.curve_us("score", self.gpu_kind).values())
 
-    def forward_only_us(self, mini_batch: int) -> int:
-        """Old and reference replays of one candidate."""
+    def forward_only_us(self, mini_batch: int) -> tuple[int, int]:
+        """Old and reference replay of one candidate; neither needs the other."""
         w = self.workload
         old = w.old_logprob_source == "recompute" or (w.old_logprob_source == "first_replay" and mini_batch > 0)
-        return (self.us("old_replay") if old else 0) + (self.us("ref_replay") if w.reference_replay else 0)
+        return self.us("old_replay") if old else 0, self.us("ref_replay") if w.reference_replay else 0
 
     @property
     def videos(self) -> int:
@@ -63,7 +71,7 @@ def critical_path_us(region: Region, c: StepCosts) -> int:
     """
     w = region.workload
     start = c.us("encode_prompt") + c.us("generate")
-    train = c.forward_only_us(0) + c.us("grad_replay")
+    train = max(c.forward_only_us(0)) + c.us("grad_replay")
     first = start + max(c.us("vae_decode") + c.fastest_score_us, train)
     return first + _later_mini_batches_us(w, region.actors + region.rewards, c) + c.us("fold") + c.us("update")
 
@@ -81,9 +89,9 @@ def actor_rounds_us(region: Region, c: StepCosts) -> int:
 def score_end_us(region: Region, c: StepCosts) -> int:
     """The fullest judge cannot end before the first video exists and all its requests are served; an update follows.
 
-    Relies on: requests are dealt to reward GPUs in turn and each is needed by some update.
+    Relies on: requests are dealt to reward GPUs by candidate and each is needed by some update.
     """
-    fullest = -(-c.requests // region.rewards)
+    fullest = c.fullest_judge(region.rewards)
     start = c.us("encode_prompt") + c.us("generate") + c.us("vae_decode")
     scoring = max(c.score_work_us(fullest, fullest, region.scoring != "on_arrival"), c.fastest_score_us)
     return start + scoring + c.us("fold") + c.us("update")
@@ -95,7 +103,7 @@ def work_us(region: Region, c: StepCosts) -> int:
     Relies on: the last update runs on one GPU after everything else that is work.
     """
     rollout = c.videos * (c.us("generate") + c.us("vae_decode"))
-    scoring = c.score_work_us(c.requests, -(-c.requests // region.rewards), region.scoring != "on_arrival")
+    scoring = c.score_work_us(c.requests, c.fullest_judge(region.rewards), region.scoring != "on_arrival")
     total = rollout + scoring + _training_us(region.workload, c)
     return total // (region.actors + region.rewards) + c.us("update")
 
@@ -122,7 +130,7 @@ def _later_mini_batches_us(w: Workload, gpus: int, c: StepCosts) -> int:
 def _training_us(w: Workload, c: StepCosts) -> int:
     """All training work but the last update, which nothing can run beside."""
     each = c.us("grad_replay") + c.us("fold")
-    replays = sum(len(w.mini_batch_members(m)) * (each + c.forward_only_us(m)) for m in range(w.mini_batches))
+    replays = sum(len(w.mini_batch_members(m)) * (each + sum(c.forward_only_us(m))) for m in range(w.mini_batches))
     return replays + (w.mini_batches - 1) * c.us("update")
 
 

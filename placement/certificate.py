@@ -15,7 +15,7 @@ from pydantic import Field
 from stagebreaker.placement.bounds import StepCosts, region_bound
 from stagebreaker.placement.search import SearchResult
 from stagebreaker.placement.space import Region
-from stagebreaker.profiles.document import Document, Model
+from stagebreaker.profiles.document import Document, InputError, Model
 from stagebreaker.profiles.table import Profile
 from stagebreaker.sim.engine import Costs, simulate
 from stagebreaker.sim.plan import Placement, Scoring
@@ -112,20 +112,48 @@ def verify(certificate: Certificate, samples: int = 50) -> list[str]:
         problems.append(f"space_size={c.space_size} but {accounted} placements are accounted for")
     if sum(r.size for r in c.regions) != c.space_size:
         problems.append(f"space_size={c.space_size} but the regions add up to {sum(r.size for r in c.regions)}")
+    if sum(r.simulated for r in c.regions) != c.simulated:
+        problems.append(f"simulated={c.simulated} but the regions add up to {sum(r.simulated for r in c.regions)}")
+    if not c.regions or len({(r.actors, r.rewards, r.scoring) for r in c.regions}) != len(c.regions):
+        return [*problems, "the regions must be at least one, and each another"]
     for region in c.regions:
-        problems += _verify_region(c, region, samples)
-    if c.step_us != min(r.step_us for r in c.regions):
-        problems.append(f"step_us={c.step_us} is not the least of the regions' ({min(r.step_us for r in c.regions)})")
-    claims = [(c.best, c.step_us), *((r.best, r.step_us) for r in c.regions)]
-    if c.runner_up is not None and c.runner_up_step_us is not None:
-        claims.append((c.runner_up, c.runner_up_step_us))
-    for placement, claimed in dict.fromkeys(claims):
-        found = evaluate(c, placement)
-        if found != claimed:
-            problems.append(f"placement {_short(placement)} takes {found} us, the certificate says {claimed}")
+        try:
+            problems += _verify_region(c, region, samples)
+        except InputError as error:  # a region or placement that this workload and cluster do not have
+            problems.append(f"{_region_name(region)}: {error}")
+    return problems + _verify_winner(c)
+
+
+def _verify_winner(c: Certificate) -> list[str]:
+    """The claims over all regions; what they rest on has been checked region by region."""
+    problems = []
+    first = min(c.regions, key=lambda r: (r.step_us, r.best.key()))
+    bound_us = min(max(r.bounds_us.values(), default=0) for r in c.regions)
+    if c.step_us != first.step_us:
+        problems.append(f"step_us={c.step_us} is not the least of the regions' ({first.step_us})")
+    if c.best != first.best:
+        problems.append(f"best is {_short(c.best)}, the best of the regions is {_short(first.best)}")
+    if c.lower_bound_us != bound_us:
+        problems.append(f"lower_bound_us={c.lower_bound_us} but the regions' bounds give {bound_us}")
     if c.lower_bound_us > c.step_us:
         problems.append(f"lower_bound_us={c.lower_bound_us} is above step_us={c.step_us}")
+    if (c.runner_up is None) != (c.runner_up_step_us is None) or (c.runner_up is None) != (c.space_size == 1):
+        problems.append("runner_up and runner_up_step_us must both be there, unless the space has one placement")
+    elif c.runner_up is not None and c.runner_up_step_us is not None:
+        if (c.runner_up_step_us, c.runner_up.key()) <= (c.step_us, c.best.key()):
+            problems.append(f"runner_up {_short(c.runner_up)} comes before best {_short(c.best)}")
+        problems += _verify_claim(c, c.runner_up, c.runner_up_step_us)
     return problems
+
+
+def _verify_claim(c: Certificate, placement: Placement, claimed_us: int) -> list[str]:
+    try:
+        found = evaluate(c, placement)
+    except InputError as error:
+        return [f"placement {_short(placement)}: {error}"]
+    if found != claimed_us:
+        return [f"placement {_short(placement)} takes {found} us, the certificate says {claimed_us}"]
+    return []
 
 
 def evaluate(c: Certificate, placement: Placement) -> int:
@@ -137,10 +165,17 @@ def evaluate(c: Certificate, placement: Placement) -> int:
 
 
 def _verify_region(c: Certificate, claimed: CertifiedRegion, samples: int) -> list[str]:
-    region = Region(c.workload, claimed.actors, claimed.rewards, claimed.scoring)
+    a, r, gpus = claimed.actors, claimed.rewards, len(c.cluster.gpus)
+    if a < 1 or r < 1 or a + r > gpus:
+        return [f"{_region_name(claimed)}: no split of {gpus} GPUs into actors and reward GPUs"]
+    region = Region(c.workload, a, r, claimed.scoring)
     listed = list(region.placements())
-    name = f"{claimed.actors}+{claimed.rewards} {claimed.scoring}"
+    name = _region_name(claimed)
     problems = []
+    if claimed.best not in listed:
+        problems.append(f"{name}: best {_short(claimed.best)} is not a placement of this region")
+    else:
+        problems += _verify_claim(c, claimed.best, claimed.step_us)
     if len(listed) != claimed.size:
         problems.append(f"{name}: size={claimed.size} but listing it gives {len(listed)}")
     bounds = region_bound(region, StepCosts(c.workload, c.profile, c.cluster.gpus[0].kind))
@@ -156,6 +191,10 @@ def _verify_region(c: Certificate, claimed: CertifiedRegion, samples: int) -> li
         if found < max(bounds.values()):
             problems.append(f"{name}: placement {_short(placement)} takes {found} us, less than the lower bound")
     return problems
+
+
+def _region_name(r: CertifiedRegion) -> str:
+    return f"{r.actors}+{r.rewards} {r.scoring}"
 
 
 def _short(p: Placement) -> str:

@@ -1,18 +1,17 @@
 """The planner: workload, cluster and profile in; plan and certificate out.
 
-It searches the count space, then simulates every other schedule at the plan's own GPU split and at each schedule's
-own best one, so that a gain is stated over the best schedule a user could have without reward-asynchronous training.
+It simulates every other schedule at each GPU split, searches the count space, and compares all at the split of the
+winner, so that a gain is stated over the best schedule a user could have without reward-asynchronous training.
 The plan's best schedule is the fastest of all, ours or not; on a tie, the one that is not ours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from stagebreaker.placement.bounds import StepCosts, any_schedule_us
 from stagebreaker.placement.certificate import Certificate, certify
-from stagebreaker.placement.search import SearchResult, search
+from stagebreaker.placement.search import Progress, SearchResult, check_space, probe_scoring, quiet, search
 from stagebreaker.placement.space import SCHEDULE, Space
 from stagebreaker.profiles.table import Profile
 from stagebreaker.sim.dataflow import StepGraph
@@ -29,9 +28,9 @@ class ScheduleSummary:
 
     step_us: int
     best_split_step_us: int
-    speedup_vs_colocated: float
-    speedup_vs_async_reward: float
-    speedup_vs_best_baseline: float
+    speedup_vs_colocated: float | None
+    speedup_vs_async_reward: float | None
+    speedup_vs_best_baseline: float | None
     actor_utilisation: float | None
     reward_utilisation: float | None
     gap: float | None
@@ -57,24 +56,31 @@ def make_plan(
     cluster: Cluster,
     profile: Profile,
     split: tuple[int, int] | None = None,
-    scoring: tuple[Scoring, ...] = ("one_batch",),
-    tick: Callable[[int], None] = lambda _: None,
+    scoring: tuple[Scoring, ...] | None = None,
+    progress: Progress = quiet,
 ) -> Planned:
-    """Find the best placement and compare every schedule with it."""
+    """Find the best placement and compare every schedule with it. ``InputError`` before the search, not after it.
+
+    Without ``scoring`` the one mode is searched that looks best on a coarse grid (``search.probe_scoring``).
+    """
     workload.check_profile(profile)
-    gpus = len(cluster.gpus)
+    gpus = sum(split) if split else len(cluster.gpus)
+    if scoring is None:
+        scoring = (probe_scoring(workload, cluster, profile, gpus, split),)
     space = Space.of(workload, gpus, split, scoring)
-    result = search(workload, cluster, profile, space, tick)
+    check_space(cluster, space)
+    splits = [(a, gpus - a) for a in range(1, gpus)]
+    others = {n: _best_split(n, splits, workload, cluster, profile) for n in SCHEDULES if n != SCHEDULE}
+    result = search(workload, cluster, profile, space, progress)
+    best_split = {SCHEDULE: result.best.step_us, **{n: step for n, (step, _) in others.items()}}
+    winner = _fastest(best_split)
     placements = {SCHEDULE: result.best.best}
-    best_split = {SCHEDULE: result.best.step_us}
-    own = result.best.best
+    own = others[winner][1] if not (split or winner == SCHEDULE or SCHEDULES[winner].everywhere) else result.best.best
     timelines, graphs, scheduled = {}, {}, {}
     for name in SCHEDULES:
         placements.setdefault(name, _at_split(name, own.actors, own.rewards))
         graph, assignment = build(workload, placements[name])
         timeline = simulate(graph, assignment, profile, cluster, workload.trained_steps)
-        if name not in best_split:
-            best_split[name] = _best_split_us(name, workload, cluster, profile, gpus)
         timelines[name], graphs[name] = timeline, graph
         scheduled[name] = ScheduledPlan(
             placement=placements[name],
@@ -83,11 +89,8 @@ def make_plan(
             order=dict(assignment.order),
             best_split_step_us=best_split[name],
         )
-    best = min(SCHEDULES, key=lambda n: (scheduled[n].step_us, SCHEDULES[n].ours, list(SCHEDULES).index(n)))
-    baseline = min(
-        (n for n in SCHEDULES if not SCHEDULES[n].ours),
-        key=lambda n: (best_split[n], list(SCHEDULES).index(n)),
-    )
+    best = _fastest({n: item.step_us for n, item in scheduled.items()})
+    baseline = _fastest({n: step for n, step in best_split.items() if not SCHEDULES[n].ours})
     anything = any_schedule_us(workload, gpus, StepCosts(workload, profile, cluster.gpus[0].kind))
     plan = Plan(
         best=best,
@@ -108,13 +111,26 @@ def _at_split(name: str, actors: int, rewards: int) -> Placement:
     return Placement(schedule=name, actors=actors, rewards=rewards, scoring="on_arrival")
 
 
-def _best_split_us(name: str, workload: Workload, cluster: Cluster, profile: Profile, gpus: int) -> int:
-    splits = [(gpus - 1, 1)] if SCHEDULES[name].everywhere else [(a, gpus - a) for a in range(1, gpus)]
+def _fastest(steps_us: dict[str, int]) -> str:
+    """The schedule with the least step time; on a tie one that is not ours, then the first of the table."""
+    return min(steps_us, key=lambda n: (steps_us[n], SCHEDULES[n].ours, list(SCHEDULES).index(n)))
+
+
+def _best_split(
+    name: str, splits: list[tuple[int, int]], workload: Workload, cluster: Cluster, profile: Profile
+) -> tuple[int, Placement]:
+    """(step time in us, placement) of a schedule at the split that suits it best; all are alike to ``everywhere``."""
     steps = []
-    for actors, rewards in splits:
-        graph, assignment = build(workload, _at_split(name, actors, rewards))
-        steps.append(simulate(graph, assignment, profile, cluster, workload.trained_steps).makespan_us)
-    return min(steps)
+    for actors, rewards in splits[-1:] if SCHEDULES[name].everywhere else splits:
+        placement = _at_split(name, actors, rewards)
+        graph, assignment = build(workload, placement)
+        steps.append((simulate(graph, assignment, profile, cluster, workload.trained_steps).makespan_us, placement))
+    return min(steps, key=lambda item: (item[0], item[1].key()))
+
+
+def _over(reference_us: int, step_us: int) -> float | None:
+    """Speedup; None for a step of no length."""
+    return reference_us / step_us if step_us else None
 
 
 def _summaries(
@@ -129,9 +145,9 @@ def _summaries(
         name: ScheduleSummary(
             step_us=item.step_us,
             best_split_step_us=item.best_split_step_us or item.step_us,
-            speedup_vs_colocated=colocated / item.step_us,
-            speedup_vs_async_reward=async_reward / item.step_us,
-            speedup_vs_best_baseline=baseline_us / item.step_us,
+            speedup_vs_colocated=_over(colocated, item.step_us),
+            speedup_vs_async_reward=_over(async_reward, item.step_us),
+            speedup_vs_best_baseline=_over(baseline_us, item.step_us),
             actor_utilisation=timelines[name].utilisation("actor", graphs[name]),
             reward_utilisation=timelines[name].utilisation("reward", graphs[name]),
             gap=item.step_us / bound_us - 1 if bound_us else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,7 @@ def write_outputs(planned: Planned, out: Path) -> None:
     from stagebreaker.sim.export import write_csv, write_trace
     from stagebreaker.sim.plot import gantts, save_figure
 
-    if out.exists() and not out.is_dir():
-        raise InputError(f"--out {out} is a file; give a folder")
+    check_folder(out)
     out.mkdir(parents=True, exist_ok=True)
     best = planned.plan.best
     planned.plan.save(out / "plan.json")
@@ -34,6 +34,15 @@ def write_outputs(planned: Planned, out: Path) -> None:
     shown = list(dict.fromkeys(["colocated", "async_reward", planned.best_baseline, "merged_replay", "stagebreaker"]))
     axes = gantts({name: planned.timelines[name] for name in shown}, planned.graphs)
     save_figure(axes[0].figure, out / "timeline.png")
+
+
+def check_folder(out: Path) -> None:
+    """Raise ``InputError`` if ``out`` cannot be a folder; makes nothing."""
+    existing = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise InputError(f"--out {out}: {existing} is a file; give a folder")
+    if not os.access(existing, os.W_OK):
+        raise InputError(f"--out {out}: {existing} cannot be written to; give another folder")
 
 
 def report(planned: Planned, elapsed_s: float) -> dict[str, Any]:
@@ -137,13 +146,11 @@ def idle_cells(idle_us: dict[str, int]) -> tuple[str, str]:
 
 
 def replay(plan: Plan, name: str) -> tuple[Timeline, StepGraph]:
-    """(timeline, graph) of one schedule of a plan."""
+    """(timeline, graph) of one schedule of a plan. Raises ``InputError`` if its task lists were changed."""
     if name not in plan.schedules:
         raise InputError(f"schedule {name!r} is not in the plan; {nearest(name, plan.schedules)}")
-    graph, assignment = build(plan.workload, plan.schedules[name].placement)
+    item = plan.schedules[name]
+    graph, assignment = build(plan.workload, item.placement)
+    if dict(assignment.lane_of) != item.lane_of or dict(assignment.order) != item.order:
+        raise InputError(f"{name}: the plan's task lists are not those of its placement; plan again, do not edit them")
     return simulate(graph, assignment, plan.profile, plan.cluster, plan.workload.trained_steps), graph
-
-
-def _idle_cells(idle_us: dict[str, int]) -> tuple[str, str]:
-    causes = sorted(((us, cause) for cause, us in idle_us.items() if us), reverse=True)
-    return seconds(sum(idle_us.values())), ", ".join(f"{cause} {seconds(us)}" for us, cause in causes[:3])

@@ -45,13 +45,9 @@ def profile(
         raise InputError(f"--repeats {repeats} must be at least 1")
     if out.is_dir():
         raise InputError(f"--out {out} is a folder; give a file")
-    try:
-        from stagebreaker.executor import profiling
-        from stagebreaker.executor.device import pick
-    except ModuleNotFoundError as error:
-        raise InputError(
-            f"profiling runs real engines and {error.name} is not installed; pip install 'stagebreaker[run]'"
-        ) from None
+    from stagebreaker.executor import profiling
+    from stagebreaker.executor.device import pick
+
     where, precision = pick(device, dtype)
     beside = neighbours if neighbours is not None else (chosen.default_gpus - 1 if where == "cpu" else 0)
     if not 0 <= beside <= 64:

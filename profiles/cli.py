@@ -19,6 +19,9 @@ from rich.table import Table
 
 from stagebreaker.profiles.document import InputError
 
+ENGINES = ("torch", "ray", "diffusers", "transformers", "peft", "safetensors", "PIL", "accelerate")
+"""What only the full install brings."""
+
 CHECK_FAILED, BAD_INPUT, RUN_FAILED = 1, 2, 3
 
 
@@ -40,6 +43,10 @@ def run_app(app: typer.Typer) -> None:
         _fail(str(error), CHECK_FAILED)
     except RunFailedError as error:
         _fail(str(error), RUN_FAILED)
+    except ModuleNotFoundError as error:
+        if error.name not in ENGINES:
+            raise
+        _fail(f"this needs real engines and {error.name} is not installed; pip install 'stagebreaker[run]'", BAD_INPUT)
     except KeyboardInterrupt:
         _fail("interrupted", 130)
     except Exception as error:

@@ -190,7 +190,9 @@ class _Run:
         start = self.now_us
         per_request = self.costs.batch_us(len(active), lane)
         due = math.ceil(min(active.values()) * per_request - 1e-6)
-        yield self.env.timeout(due) | self._sleep(lane)
+        changed = self._sleep(lane)
+        Timeout(self.env, due).callbacks.append(lambda _: self._wake(changed))
+        yield changed
         self.wake[lane] = None
         elapsed = self.now_us - start
         members = list(active)
@@ -219,15 +221,19 @@ class _Run:
         return event
 
     def _rouse(self) -> None:
-        """Wake the sleeping lanes where something became ready."""
-        touched = self.dispatch.touched
+        """Wake the sleeping lanes that can start something that became ready."""
+        dispatch, touched = self.dispatch, self.dispatch.touched
         for lane in touched:
             event = self.wake[lane]
-            if event is not None:
+            if event is not None and (dispatch.waiting[lane] or dispatch.next_task(lane) is not None):
                 self.wake[lane] = None
-                if not event.triggered:
-                    event.succeed()
+                self._wake(event)
         touched.clear()
+
+    @staticmethod
+    def _wake(event: simpy.Event) -> None:
+        if not event.triggered:
+            event.succeed()
 
     def _complete(self, n: int) -> None:
         self.end_us = self.now_us

@@ -75,13 +75,13 @@ def run(workload, placement, out, steps=3, backend="inline", profile=PROFILE, **
     return train(program_of(workload, placement, profile), backend, chosen)
 
 
-def adapter_of(out):
-    """The adapter of a run's newest checkpoint as one vector, and its optimizer's state."""
+def adapter_of(out, step=None):
+    """The adapter of a run's checkpoint (default: the newest) as one vector, and its optimizer's state."""
     from safetensors.torch import load_file
 
-    from stagebreaker.executor.checkpoint import latest
+    from stagebreaker.executor.checkpoint import folder_of, latest
 
-    _, folder = latest(out)
+    folder = latest(out)[1] if step is None else folder_of(out, step)
     tensors = load_file(folder / "adapter" / "adapter_model.safetensors")
     vector = torch.cat([tensors[name].flatten() for name in sorted(tensors)])
     return vector, load_file(folder / "optimizer.safetensors")

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from runs import quick_engines
 
 from stagebreaker.executor import gradients
 from stagebreaker.executor.gradients import TOLERANCE, WRONG, check, keep_float64, log_ratio, rel_error
@@ -12,9 +13,11 @@ from stagebreaker.sim.workload import load_workload
 TINY = load_workload("tiny-dancegrpo", ("lora_rank=2", "denoise_steps=3", "trained_steps=2"))
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
+@pytest.fixture(autouse=True, scope="module")
+def _quick():
+    with pytest.MonkeyPatch.context() as patch:
+        quick_engines(patch)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +76,7 @@ def test_what_must_be_equal_bit_by_bit_is(cases):
     assert not all(case.same_bits for case in cases)
 
 
-@pytest.mark.parametrize("float32_only", [True])
-def test_a_wrong_kernel_is_caught(monkeypatch, float32_only):
+def test_a_wrong_kernel_is_caught(monkeypatch):
     monkeypatch.setattr(gradients, "TOLERANCE", {"float32": 1e-5})
     monkeypatch.setattr(gradients, "SAMPLERS", ("dance_sde",))
 

@@ -1,0 +1,215 @@
+"""Backends: the same bits between processes as in one, emulated time as simulated, failures by task and lane."""
+
+import os
+import statistics
+from functools import cache
+
+import pytest
+import torch
+from runs import place, plan_of, program_of, run, small
+
+from stagebreaker.executor import backends, cluster, runner, worker
+from stagebreaker.executor.backends import Inline, RayWorkers, TaskFailedError
+from stagebreaker.executor.controller import run_step
+from stagebreaker.executor.models import load
+from stagebreaker.executor.record import compare
+from stagebreaker.executor.runner import Program, emulate
+from stagebreaker.executor.worker import Order
+from stagebreaker.placement.__main__ import find_profile
+from stagebreaker.profiles.cli import RunFailedError
+from stagebreaker.profiles.document import InputError
+from stagebreaker.sim.dataflow import Lane, Need, Task
+from stagebreaker.sim.engine import simulate
+from stagebreaker.sim.workload import load_workload
+
+LANES = (Lane("actor0", "actor", 0), Lane("reward0", "reward", 1))
+MOVED = {"vae_moved": 2, "train_moved": (1, 1)}
+CLIP = {"clip_low": 3e-4, "clip_high": 3e-4}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def ray():
+    """One Ray for all tests here: a backend leaves a Ray that it did not start alone."""
+    if "RAY_ADDRESS" in os.environ:
+        pytest.skip("RAY_ADDRESS is set")
+    started = cluster.start_ray(8)
+    yield started
+    started.shutdown()
+
+
+# -- inline
+
+
+def inline(monkeypatch):
+    for name in ("load_vae", "load_text_encoder", "load_judge_model"):
+        monkeypatch.setattr(worker, name, cache(getattr(load, name)))
+    return Inline(small(), LANES, {"actor0": ("encode_prompt",), "reward0": ()}, "cpu", "float32")
+
+
+def test_inline_tells_task_and_lane_of_a_failure(monkeypatch):
+    backend = inline(monkeypatch)
+    replay = Task("grad_replay:1", "grad_replay", (Need("generate:1", "trajectory"),), candidate=1)
+    with pytest.raises(TaskFailedError, match=r"task grad_replay:1 on reward0 failed: VersionError: adapter version 4"):
+        backend.run(1, Order(replay, 0, 4, ("a",)), "token")
+    with pytest.raises(TaskFailedError, match="task generate:1/latents on reward0 failed: KeyError"):
+        backend.send(0, 1, "generate:1", "latents", 0, "token")
+    with pytest.raises(TaskFailedError, match="task save on actor0 failed: "):
+        backend.call(0, "save", "/dev/null/no/folder", 1)
+    with pytest.raises(InputError, match="no such file"):
+        backend.call(0, "restore", "no/such/folder")
+
+
+def test_inline_finishes_what_it_starts_with_rising_times(monkeypatch):
+    backend = inline(monkeypatch)
+    encode = Task("encode_prompt:0", "encode_prompt", group=0)
+    backend.run(0, Order(encode, 0, 0, ("a kite",)), "first")
+    backend.send(0, 1, "encode_prompt:0", "embeddings", 0, "second")
+    first, second = backend.wait()
+    assert (first.token, second.token) == ("first", "second")
+    assert first.start_us <= first.end_us <= second.start_us <= second.end_us
+    assert backend.wait() == []
+    workers = backend._workers
+    assert torch.equal(*(w.store["encode_prompt:0", "embeddings"] for w in workers))
+
+
+# -- emulated: the real control plane, sleeping the profiled time
+
+TARGET_S = 1.8
+
+
+@cache
+def costs(name):
+    return find_profile(None, name, load_workload(name).profile)[0]
+
+
+def emulated(placement, candidates=12, steps=2, profile=None, **fields):
+    """(simulated step, measured steps, comparison of the median one)."""
+    workload = load_workload("dancegrpo-vrt", (f"candidates={candidates}",)).with_(**fields)
+    profile = profile or costs("dancegrpo-vrt")
+    program = program_of(workload, placement, profile)
+    predicted = simulate(program.graph, program.assignment, profile, program.plan.cluster, workload.trained_steps)
+    result = emulate(program, steps, TARGET_S * 1e6 / predicted.makespan_us)
+    return predicted, result
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [
+        place("async_reward", 4, 2),
+        place("merged_replay", 4, 2),
+        place("stagebreaker", 4, 2, vae_moved=7, train_moved=(2, 2)),
+        place("stagebreaker", 4, 2, scoring="one_batch", vae_moved=10, train_moved=(2, 3)),
+        place("colocated_merged", 4, 2),
+    ],
+    ids=lambda p: f"{p.schedule}-{p.scoring}",
+)
+def test_emulated_steps_take_the_simulated_time(ray, placement):
+    predicted, result = emulated(placement)
+    median = statistics.median(result.step_us)
+    assert median == pytest.approx(predicted.makespan_us, rel=0.05)
+    assert median >= 0.999 * predicted.makespan_us  # a sleep is never short
+    for timeline in result.timelines:
+        found = compare(predicted, timeline)
+        assert found.unmatched == ()
+        assert found.matched == len({row.task for row in predicted.rows if row.kind != "score" or "on_arr" not in str(placement)})
+        for lane in timeline.lanes:
+            rows = timeline.spans(lane.name)
+            assert all(a.end_us <= b.start_us for a, b in zip(rows, rows[1:], strict=False))
+
+
+def test_emulated_dynamic_serving_with_more_candidates(ray):
+    profile = costs("dancegrpo-vrt").model_copy(update={"serving": "dynamic"})
+    predicted, result = emulated(place("stagebreaker", 4, 2, vae_moved=12), candidates=24, profile=profile)
+    assert statistics.median(result.step_us) == pytest.approx(predicted.makespan_us, rel=0.05)
+    assert compare(predicted, result.timelines[0]).unmatched == ()
+
+
+def test_emulated_runs_what_the_engines_cannot(ray):
+    """KVPO with its anchors and reference replays, at a twentieth of the time: only ids are compared."""
+    workload = load_workload("kvpo-vrt")
+    program = program_of(workload, place("stagebreaker", 4, 2, vae_moved=3, ref_moved=(2, 1)), costs("kvpo-vrt"))
+    predicted = simulate(
+        program.graph, program.assignment, program.plan.profile, program.plan.cluster, workload.trained_steps
+    )
+    result = emulate(program, 1, 400_000 / predicted.makespan_us)
+    assert compare(predicted, result.timelines[0]).unmatched == ()
+    assert result.metrics[0]["step"] == 1
+    assert result.adapter_sha256 == ""
+
+
+# -- ray: one process per lane
+
+
+@pytest.fixture(scope="module")
+def processes(ray):
+    """Two actors and a reward GPU, kept alive for several runs."""
+    program = program_of(small(**CLIP), place("stagebreaker", 2, 1, **MOVED))
+    backend = RayWorkers(small(**CLIP), program.graph.lanes, program.kinds(), "cpu", "float32")
+    yield backend
+    backend.stop()
+    assert ray.is_initialized()
+
+
+@pytest.fixture
+def shared(processes, monkeypatch):
+    """``train`` gets the running processes instead of new ones."""
+
+    class Kept:
+        def __new__(cls, *args):
+            return processes
+
+    monkeypatch.setattr(runner.backends, "RayWorkers", Kept)
+    monkeypatch.setattr(processes, "stop", lambda: None)
+    return processes
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """Three inline steps on one actor and one reward GPU."""
+    return run(small(**CLIP), place("merged_replay"), tmp_path_factory.mktemp("alone"))
+
+
+@pytest.mark.parametrize("placement", [place("stagebreaker", 2, 1, **MOVED), place("merged_replay", 2, 1)], ids=str)
+def test_processes_give_the_bits_of_one_process(shared, alone, tmp_path, placement):
+    """After a warm-up step, which must leave no trace in them."""
+    result = run(small(**CLIP), placement, tmp_path, backend="ray", warmup=True)
+    shas = [line["sb/adapter_sha256"] for line in result.metrics]
+    assert shas == [line["sb/adapter_sha256"] for line in alone.metrics]
+    assert [shared.call(lane, "adapter_state")[1] for lane in range(2)] == [result.adapter_sha256] * 2
+    timeline = result.timelines[-1]
+    for lane in timeline.lanes:
+        rows = timeline.spans(lane.name)
+        assert all(a.end_us <= b.start_us for a, b in zip(rows, rows[1:], strict=False))
+    wanted = {task.id for task in program_of(small(**CLIP), placement).graph.tasks if task.kind != "advantage"}
+    assert wanted <= {row.task for row in timeline.rows}
+
+
+def test_processes_tell_task_and_lane_of_a_failure(shared):
+    with pytest.raises(TaskFailedError, match=r"task call_me on reward0 failed: AttributeError") as caught:
+        shared.call(2, "call_me")
+    assert "\n" not in str(caught.value)
+    with pytest.raises(InputError, match="no such file"):
+        shared.call(0, "restore", "no/such/folder")
+    stale = Task("generate:0", "generate", (Need("encode_prompt:0", "embeddings"),), candidate=0, group=0)
+    shared.run(1, Order(stale, 0, 99, ("a", "b")), None)
+    with pytest.raises(TaskFailedError, match=r"task generate:0 on actor1 failed: VersionError: adapter version 99"):
+        shared.wait()
+
+
+def test_a_process_that_dies_ends_the_run_with_its_name(shared, ray, tmp_path):
+    """Last: it takes a process down."""
+    run(small(**CLIP), place("merged_replay", 2, 1), tmp_path, steps=1, backend="ray", warmup=True)
+    ray.kill(shared._actors[2])
+    with pytest.raises(RunFailedError, match=r"(?s)on reward0 failed: .*resume after step 1 with --resume"):
+        run(small(**CLIP), place("merged_replay", 2, 1), tmp_path, steps=2, backend="ray", resume=True)
+
+
+def test_a_plan_for_more_gpus_than_the_cluster_has_is_refused(ray):
+    with pytest.raises(InputError, match="the plan needs 2 GPUs, this Ray cluster has 0: missing 2"):
+        RayWorkers(small(), LANES, {}, "cuda", "float32")
+    assert ray.is_initialized()
