@@ -149,7 +149,8 @@ class RayBackend:
         ready, _ = self.ray.wait(list(self._pending), num_returns=1)
         more, _ = self.ray.wait(list(self._pending), num_returns=len(self._pending), timeout=0)
         done = []
-        for ref in dict.fromkeys([*ready, *more]):
+        finished = {*ready, *more}
+        for ref in [ref for ref in self._pending if ref in finished]:  # in the order they were sent
             token, what, lane = self._pending.pop(ref)
             try:
                 value, start, end = self.ray.get(ref)

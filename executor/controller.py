@@ -35,7 +35,8 @@ class Step(Protocol):
 class _Lane:
     """What runs on one lane now."""
 
-    exclusive: bool = False
+    running: list[int | None] = field(default_factory=list)
+    """Exclusive work in the order it was sent: task numbers, None for a batch; never more than two."""
     active: set[int] = field(default_factory=set)
     batches: int = 0
     span_start_us: int = 0
@@ -89,12 +90,13 @@ class _Walk:
     def _fill(self, lane: int) -> None:
         """Start what may start on a lane: the head of its queue, else the requests that wait."""
         state = self.lanes[lane]
-        if state.exclusive:
+        if state.running:
+            self._send_ahead(lane)
             return
         n = self.dispatch.next_task(lane)
         if n is not None:
-            self.dispatch.take_task(lane)
-            self._start(lane, self.index.tasks[n], (self._task_done, lane, n))
+            self._take(lane, n)
+            self._send_ahead(lane)
             return
         if not self.dispatch.waiting[lane] or (state.active and self.serving != "continuous"):
             return
@@ -103,12 +105,24 @@ class _Walk:
             for n in taken:
                 self._join(lane, n)
         else:
-            self._start(lane, self._batch(lane, taken), (self._batch_done, lane, taken))
+            state.running.append(None)
+            batch = self._batch(lane, taken)
+            self._run(lane, batch, (self._batch_done, lane, taken, batch))
 
-    def _start(self, lane: int, task: Task, token: tuple[Any, ...]) -> None:
-        self.lanes[lane].exclusive = True
+    def _take(self, lane: int, n: int) -> None:
+        self.dispatch.take_task(lane)
+        self.lanes[lane].running.append(n)
         self._close_span(lane, now_us() - self.zero)
-        self._run(lane, task, (*token, task))
+        task = self.index.tasks[n]
+        self._run(lane, task, (self._task_done, lane, n, task))
+
+    def _send_ahead(self, lane: int) -> None:
+        """Keep one task waiting at the worker, so that it need not wait for this process between two tasks."""
+        running = self.lanes[lane].running
+        if len(running) == 1 and running[0] is not None:
+            n = self.dispatch.follower(lane, running[0])
+            if n is not None:
+                self._take(lane, n)
 
     def _run(self, lane: int, task: Task, token: tuple[Any, ...]) -> None:
         values = {need.task: self.values[need.task] for need in task.needs if self.values.get(need.task) is not None}
@@ -135,14 +149,14 @@ class _Walk:
     # -- finishing ---------------------------------------------------------------------------------------------
 
     def _task_done(self, done: Done, lane: int, n: int, task: Task) -> None:
-        self.lanes[lane].exclusive = False
+        self.lanes[lane].running.remove(n)
         self._row(task, lane, self.ready_us[n], done)
         self.values[task.id] = done.value
         self._reopen_span(lane, done.end_us - self.zero)
         self._complete(n)
 
     def _batch_done(self, done: Done, lane: int, requests: list[int], task: Task) -> None:
-        self.lanes[lane].exclusive = False
+        self.lanes[lane].running.remove(None)
         self._row(task, lane, min(self.ready_us[n] for n in requests), done)
         for n in requests:
             request = self.index.tasks[n]

@@ -184,6 +184,18 @@ class Dispatch:
         head = queue[position]
         return None if self.missing[head] else head
 
+    def follower(self, lane: int, running: int) -> int | None:
+        """Head of the queue if it may be sent to the lane behind ``running``: all it still lacks is that task's data.
+
+        Where results are only known to the controller (an edge without data), it has to wait.
+        """
+        position, queue = self.position[lane], self.queue[lane]
+        if position == len(queue) or self.open_requests[lane]:
+            return None
+        head = queue[position]
+        local = sum(user == head and data is not None for user, data, _ in self.index.users[running])
+        return head if self.missing[head] == local else None
+
     def take_task(self, lane: int) -> None:
         """The head has started."""
         self.position[lane] += 1

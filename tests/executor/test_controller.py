@@ -37,7 +37,10 @@ TIMES = {
 
 
 class Scripted:
-    """Everything takes its profiled time; refuses what a GPU or a link could not do."""
+    """Everything takes its profiled time; refuses what a GPU or a link could not do.
+
+    A lane does one task at a time and may hold one more that was sent ahead.
+    """
 
     name = "scripted"
 
@@ -45,13 +48,17 @@ class Scripted:
         self.costs = Costs(graph, profile, cluster, trained_steps)
         self.graph, self.clock, self.count = graph, 1_000_000, itertools.count()
         self.events, self.log = [], []
-        self.exclusive, self.sending = {}, set()
+        self.exclusive, self.ahead, self.sending = {}, {}, set()
         self.active = [{} for _ in graph.lanes]
         self.fails = None
 
     def run(self, lane, task, token):
+        if lane in self.exclusive:
+            assert lane not in self.ahead, f"{task.id} is sent behind {self.exclusive[lane]} and {self.ahead[lane]}"
+            assert task.kind != "request", f"{task.id} is sent while {self.exclusive[lane]} runs"
+            self.ahead[lane] = (task, token)
+            return
         self.log.append((self.clock, self.graph.lanes[lane].name, task.id))
-        assert lane not in self.exclusive, f"{task.id} starts while {self.exclusive[lane]} runs"
         if task.kind == "request":
             self.active[lane][task.id] = [1.0, token, self.clock]
             return
@@ -79,8 +86,13 @@ class Scripted:
             _, _, what, lane, name, token, start = heapq.heappop(self.events)
             if name == self.fails:
                 raise TaskFailedError(f"task {name} on {self.graph.lanes[lane].name} failed: RuntimeError: broken")
-            self.sending.discard(lane) if what == "link" else self.exclusive.pop(lane)
             done.append(Done(token, f"value of {name}", start, self.clock))
+            if what == "link":
+                self.sending.discard(lane)
+                continue
+            self.exclusive.pop(lane)
+            if lane in self.ahead:
+                self.run(lane, *self.ahead.pop(lane))
         for requests in self.active:
             for name in [name for name, (left, _, _) in requests.items() if left <= 1e-6]:
                 _, token, start = requests.pop(name)
