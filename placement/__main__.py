@@ -15,6 +15,7 @@ import typer
 
 from stagebreaker.profiles.cli import (
     CheckFailedError,
+    check_folder,
     console,
     print_json,
     progress,
@@ -61,7 +62,7 @@ def plan(
     if context.invoked_subcommand is not None:
         return
     from stagebreaker.placement.planner import make_plan
-    from stagebreaker.placement.report import check_folder, report, show, write_outputs
+    from stagebreaker.placement.report import report, show, write_outputs
     from stagebreaker.sim.workload import load_workload
 
     started = time.monotonic()

@@ -65,10 +65,8 @@ def make_plan(
     """
     workload.check_profile(profile)
     gpus = sum(split) if split else len(cluster.gpus)
-    if scoring is None:
-        scoring = (probe_scoring(workload, cluster, profile, gpus, split),)
-    space = Space.of(workload, gpus, split, scoring)
-    check_space(cluster, space)
+    check_space(cluster, Space.of(workload, gpus, split, scoring or ("one_batch",)))
+    space = Space.of(workload, gpus, split, scoring or (probe_scoring(workload, cluster, profile, gpus, split),))
     splits = [(a, gpus - a) for a in range(1, gpus)]
     others = {n: _best_split(n, splits, workload, cluster, profile) for n in SCHEDULES if n != SCHEDULE}
     result = search(workload, cluster, profile, space, progress)
@@ -112,8 +110,9 @@ def _at_split(name: str, actors: int, rewards: int) -> Placement:
 
 
 def _fastest(steps_us: dict[str, int]) -> str:
-    """The schedule with the least step time; on a tie one that is not ours, then the first of the table."""
-    return min(steps_us, key=lambda n: (steps_us[n], SCHEDULES[n].ours, list(SCHEDULES).index(n)))
+    """The schedule with the least step time; on a tie one that is not ours, one that replays once, the first listed."""
+    order = list(SCHEDULES)
+    return min(steps_us, key=lambda n: (steps_us[n], SCHEDULES[n].ours, not SCHEDULES[n].merged, order.index(n)))
 
 
 def _best_split(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from stagebreaker.placement.planner import Planned
 from stagebreaker.placement.space import SCHEDULE
-from stagebreaker.profiles.cli import console, ratio, seconds, share, table
+from stagebreaker.profiles.cli import check_folder, console, ratio, seconds, share, table
 from stagebreaker.profiles.document import InputError, nearest
 from stagebreaker.sim.dataflow import StepGraph
 from stagebreaker.sim.engine import simulate
@@ -36,15 +35,6 @@ def write_outputs(planned: Planned, out: Path) -> None:
     save_figure(axes[0].figure, out / "timeline.png")
 
 
-def check_folder(out: Path) -> None:
-    """Raise ``InputError`` if ``out`` cannot be a folder; makes nothing."""
-    existing = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
-    if not existing.is_dir():
-        raise InputError(f"--out {out}: {existing} is a file; give a folder")
-    if not os.access(existing, os.W_OK):
-        raise InputError(f"--out {out}: {existing} cannot be written to; give another folder")
-
-
 def report(planned: Planned, elapsed_s: float) -> dict[str, Any]:
     """The object ``--json`` prints."""
     plan, best = planned.plan, planned.plan.schedules[planned.plan.best]
@@ -60,7 +50,7 @@ def report(planned: Planned, elapsed_s: float) -> dict[str, Any]:
             "rewards": p.rewards,
             "scoring": p.scoring,
             "vae_moved": p.vae_moved,
-            "train_moved": list(p.train_moved),
+            "train_moved": list(p.train_moved) or [0] * plan.workload.mini_batches,
             "ref_moved": list(p.ref_moved),
             "old_moved": list(p.old_moved),
         },
@@ -115,9 +105,12 @@ def show(planned: Planned, origin: str, out: Path, elapsed_s: float) -> None:
     screen.print("gap: over a lower bound for any schedule of the same tasks")
     screen.print(f"best: {plan.best}, {placement_line(best.placement, plan.workload)}")
     gain = ratio(planned.summary[plan.best].speedup_vs_best_baseline)
-    screen.print(
-        f"step {seconds(best.step_us)}: {gain} over {planned.best_baseline}, the best schedule that is not ours"
-    )
+    if SCHEDULES[plan.best].ours:
+        what = f"{gain} over {planned.best_baseline}, the best schedule that is not ours"
+    else:
+        what = f"no benefit from training before the scores are in; {SCHEDULE} would take "
+        what += seconds(plan.schedules[SCHEDULE].step_us)
+    screen.print(f"step {seconds(best.step_us)}: {what}")
     where = "any placement of the count space" if plan.best == SCHEDULE else "any schedule"
     gap = 100 * (best.step_us / max(bound, 1) - 1)
     screen.print(f"lower bound for {where}: {seconds(bound)}, gap {gap:.1f} %")

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from stagebreaker.profiles.cli import console, print_json, progress, ratio, run_app, seconds, share, table
+from stagebreaker.profiles.cli import check_folder, console, print_json, progress, ratio, run_app, seconds, share, table
 from stagebreaker.profiles.document import InputError
 from stagebreaker.profiles.table import Profile
 
@@ -45,6 +45,7 @@ def profile(
         raise InputError(f"--repeats {repeats} must be at least 1")
     if out.is_dir():
         raise InputError(f"--out {out} is a folder; give a file")
+    check_folder(out.parent)
     from stagebreaker.executor import profiling
     from stagebreaker.executor.device import pick
 

@@ -7,9 +7,11 @@ are for people and go to a terminal; with ``--json`` standard output carries one
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -62,6 +64,15 @@ def _fail(message: str, code: int) -> None:
     line = " ".join(message.split())
     print(f"error: {line}", file=sys.stderr)
     sys.exit(code)
+
+
+def check_folder(out: Path) -> None:
+    """Raise ``InputError`` if ``out`` cannot be a folder; makes nothing."""
+    existing = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise InputError(f"--out {out}: {existing} is a file; give a folder")
+    if not os.access(existing, os.W_OK):
+        raise InputError(f"--out {out}: {existing} cannot be written to; give another folder")
 
 
 def print_json(value: Any) -> None:

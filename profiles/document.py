@@ -134,8 +134,9 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
-    """One line about the first of pydantic's findings."""
-    first = error.errors(include_url=False)[0]
+    """One line about the first of pydantic's findings; a misspelt key is also a missing one and is named as such."""
+    found = error.errors(include_url=False)
+    first = next((one for one in found if one["type"] == "extra_forbidden"), found[0])
     path = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         owner = _model_at(model, first["loc"][:-1])

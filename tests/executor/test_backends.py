@@ -1,25 +1,26 @@
 """Backends: the same bits between processes as in one, emulated time as simulated, failures by task and lane."""
 
 import os
-import statistics
 from functools import cache
+from itertools import pairwise
 
 import pytest
 import torch
-from runs import place, plan_of, program_of, run, small
+from runs import place, program_of, run, small
 
-from stagebreaker.executor import backends, cluster, runner, worker
+from stagebreaker.executor import cluster, runner, worker
 from stagebreaker.executor.backends import Inline, RayWorkers, TaskFailedError
 from stagebreaker.executor.controller import run_step
+from stagebreaker.executor.emulated import Emulated
 from stagebreaker.executor.models import load
-from stagebreaker.executor.record import compare
-from stagebreaker.executor.runner import Program, emulate
+from stagebreaker.executor.record import compare, scaled
+from stagebreaker.executor.runner import EmulatedStep
 from stagebreaker.executor.worker import Order
 from stagebreaker.placement.__main__ import find_profile
 from stagebreaker.profiles.cli import RunFailedError
 from stagebreaker.profiles.document import InputError
 from stagebreaker.sim.dataflow import Lane, Need, Task
-from stagebreaker.sim.engine import simulate
+from stagebreaker.sim.engine import Costs, simulate
 from stagebreaker.sim.workload import load_workload
 
 LANES = (Lane("actor0", "actor", 0), Lane("reward0", "reward", 1))
@@ -79,7 +80,8 @@ def test_inline_finishes_what_it_starts_with_rising_times(monkeypatch):
 
 # -- emulated: the real control plane, sleeping the profiled time
 
-TARGET_S = 1.8
+SCALES = (0.018, 0.018, 0.04, 0.04, 0.04)
+"""Steps of about 100 s take about 1.8 s; on a machine where calls are slow, 4 s, so that they are a small part."""
 
 
 @cache
@@ -87,59 +89,69 @@ def costs(name):
     return find_profile(None, name, load_workload(name).profile)[0]
 
 
-def emulated(placement, candidates=12, steps=2, profile=None, **fields):
-    """(simulated step, measured steps, comparison of the median one)."""
-    workload = load_workload("dancegrpo-vrt", (f"candidates={candidates}",)).with_(**fields)
-    profile = profile or costs("dancegrpo-vrt")
-    program = program_of(workload, placement, profile)
-    predicted = simulate(program.graph, program.assignment, profile, program.plan.cluster, workload.trained_steps)
-    result = emulate(program, steps, TARGET_S * 1e6 / predicted.makespan_us)
-    return predicted, result
+@pytest.fixture(scope="module")
+def sleepers(ray):
+    """Six emulated GPUs per time scale, shared by several schedules: scale -> backend."""
+    program, made = six(place("merged_replay", 4, 2)), {}
+
+    def at(scale):
+        if scale not in made:
+            made[scale] = Emulated(program.graph.lanes, costs_of(program), scale)
+        return made[scale]
+
+    yield at
+    for backend in made.values():
+        backend.stop()
+
+
+def six(placement, candidates=12, **changes):
+    profile = costs("dancegrpo-vrt").model_copy(update=changes)
+    return program_of(load_workload("dancegrpo-vrt", (f"candidates={candidates}",)), placement, profile)
+
+
+def costs_of(program):
+    plan = program.plan
+    return Costs(program.graph, plan.profile, plan.cluster, plan.workload.trained_steps)
 
 
 @pytest.mark.parametrize(
-    "placement",
+    "program",
     [
-        place("async_reward", 4, 2),
-        place("merged_replay", 4, 2),
-        place("stagebreaker", 4, 2, vae_moved=7, train_moved=(2, 2)),
-        place("stagebreaker", 4, 2, scoring="one_batch", vae_moved=10, train_moved=(2, 3)),
-        place("colocated_merged", 4, 2),
+        six(place("async_reward", 4, 2)),
+        six(place("stagebreaker", 4, 2, vae_moved=7, train_moved=(2, 2))),
+        six(place("stagebreaker", 4, 2, scoring="one_batch", vae_moved=10, train_moved=(2, 3))),
+        six(place("stagebreaker", 4, 2, vae_moved=12), candidates=24, serving="dynamic"),
     ],
-    ids=lambda p: f"{p.schedule}-{p.scoring}",
+    ids=lambda p: f"{p.schedule}-{p.plan.schedules[p.schedule].placement.scoring}-{p.serving}",
 )
-def test_emulated_steps_take_the_simulated_time(ray, placement):
-    predicted, result = emulated(placement)
-    median = statistics.median(result.step_us)
-    assert median == pytest.approx(predicted.makespan_us, rel=0.05)
-    assert median >= 0.999 * predicted.makespan_us  # a sleep is never short
-    for timeline in result.timelines:
-        found = compare(predicted, timeline)
-        assert found.unmatched == ()
-        assert found.matched == len({row.task for row in predicted.rows if row.kind != "score" or "on_arr" not in str(placement)})
-        for lane in timeline.lanes:
-            rows = timeline.spans(lane.name)
-            assert all(a.end_us <= b.start_us for a, b in zip(rows, rows[1:], strict=False))
+def test_emulated_steps_take_the_simulated_time(sleepers, program, monkeypatch):
+    """Within 5 % in one of five steps: other load on the machine only adds to a step, a slow controller always does."""
+    predicted = simulated_step(program)
+    for scale in SCALES:
+        backend = sleepers(scale)
+        monkeypatch.setattr(backend, "_costs", costs_of(program))
+        done = run_step(program.index, program.assignment, program.serving, backend, EmulatedStep())
+        measured = scaled(done.timeline, 1 / scale)
+        assert measured.makespan_us >= 0.999 * predicted.makespan_us  # a sleep is never short
+        check_spans(predicted, measured)
+        if measured.makespan_us <= 1.05 * predicted.makespan_us:
+            return
+    pytest.fail(f"{measured.makespan_us} us measured, {predicted.makespan_us} us predicted")
 
 
-def test_emulated_dynamic_serving_with_more_candidates(ray):
-    profile = costs("dancegrpo-vrt").model_copy(update={"serving": "dynamic"})
-    predicted, result = emulated(place("stagebreaker", 4, 2, vae_moved=12), candidates=24, profile=profile)
-    assert statistics.median(result.step_us) == pytest.approx(predicted.makespan_us, rel=0.05)
-    assert compare(predicted, result.timelines[0]).unmatched == ()
+def simulated_step(program):
+    plan = program.plan
+    return simulate(program.graph, program.assignment, plan.profile, plan.cluster, plan.workload.trained_steps)
 
 
-def test_emulated_runs_what_the_engines_cannot(ray):
-    """KVPO with its anchors and reference replays, at a twentieth of the time: only ids are compared."""
-    workload = load_workload("kvpo-vrt")
-    program = program_of(workload, place("stagebreaker", 4, 2, vae_moved=3, ref_moved=(2, 1)), costs("kvpo-vrt"))
-    predicted = simulate(
-        program.graph, program.assignment, program.plan.profile, program.plan.cluster, workload.trained_steps
-    )
-    result = emulate(program, 1, 400_000 / predicted.makespan_us)
-    assert compare(predicted, result.timelines[0]).unmatched == ()
-    assert result.metrics[0]["step"] == 1
-    assert result.adapter_sha256 == ""
+def check_spans(predicted, measured):
+    """Every span of one side is on the other, and a GPU does one thing at a time."""
+    served = any(row.kind == "request" for row in predicted.rows)
+    found = compare(predicted, measured)
+    assert found.unmatched == ()
+    assert found.matched == sum(not (served and row.kind == "score") for row in predicted.rows)
+    for name in {row.gpu for row in measured.rows}:
+        assert all(a.end_us <= b.start_us for a, b in pairwise(measured.spans(name)))
 
 
 # -- ray: one process per lane
@@ -174,7 +186,9 @@ def alone(tmp_path_factory):
     return run(small(**CLIP), place("merged_replay"), tmp_path_factory.mktemp("alone"))
 
 
-@pytest.mark.parametrize("placement", [place("stagebreaker", 2, 1, **MOVED), place("merged_replay", 2, 1)], ids=str)
+@pytest.mark.parametrize(
+    "placement", [place("stagebreaker", 2, 1, **MOVED), place("merged_replay", 2, 1)], ids=lambda p: p.schedule
+)
 def test_processes_give_the_bits_of_one_process(shared, alone, tmp_path, placement):
     """After a warm-up step, which must leave no trace in them."""
     result = run(small(**CLIP), placement, tmp_path, backend="ray", warmup=True)
@@ -183,8 +197,7 @@ def test_processes_give_the_bits_of_one_process(shared, alone, tmp_path, placeme
     assert [shared.call(lane, "adapter_state")[1] for lane in range(2)] == [result.adapter_sha256] * 2
     timeline = result.timelines[-1]
     for lane in timeline.lanes:
-        rows = timeline.spans(lane.name)
-        assert all(a.end_us <= b.start_us for a, b in zip(rows, rows[1:], strict=False))
+        assert all(a.end_us <= b.start_us for a, b in pairwise(timeline.spans(lane.name)))
     wanted = {task.id for task in program_of(small(**CLIP), placement).graph.tasks if task.kind != "advantage"}
     assert wanted <= {row.task for row in timeline.rows}
 

@@ -87,7 +87,7 @@ def test_an_adapter_that_is_not_the_one_saved_is_refused(tmp_path):
     checkpoint.save(folder, adapter, optimizer, 1)
     state = json.loads((folder / "state.json").read_text())
     (folder / "state.json").write_text(json.dumps(state | {"adapter_sha256": "0" * 64}))
-    with pytest.raises(InputError, match="checksum is not the one in state.json; use an older checkpoint"):
+    with pytest.raises(InputError, match=r"checksum is not the one in state\.json; use an older checkpoint"):
         checkpoint.load(folder, *fresh())
 
 

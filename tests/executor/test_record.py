@@ -74,11 +74,16 @@ def test_a_simulated_step_matches_itself(schedule):
 
 def test_scaling_keeps_ids_and_multiplies_times():
     made = scaled(timeline(row("fold:0", 3, 5, ready=1), row("fold:1", 5, 8)), 2.5)
-    assert [(r.task, r.ready_us, r.start_us, r.end_us) for r in made.rows] == [("fold:0", 2, 8, 12), ("fold:1", 12, 12, 20)]
+    assert [(r.task, r.ready_us, r.start_us, r.end_us) for r in made.rows] == [
+        ("fold:0", 2, 8, 12),
+        ("fold:1", 12, 12, 20),
+    ]
     assert made.makespan_us == 20
     assert made.lanes == LANES
 
 
-@pytest.mark.parametrize(("lengths", "want"), [((5,), 0), ((9, 3), 1), ((4, 9, 6), 2), ((7, 7, 7), 1), ((1, 9, 2, 8), 2)])
+@pytest.mark.parametrize(
+    ("lengths", "want"), [((5,), 0), ((9, 3), 1), ((4, 9, 6), 2), ((7, 7, 7), 1), ((1, 9, 2, 8), 2)]
+)
 def test_the_middle_step(lengths, want):
     assert middle([timeline(row("fold:0", 0, length)) for length in lengths]) == want

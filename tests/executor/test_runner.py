@@ -1,4 +1,4 @@
-"""A run end to end on real engines: the same adapter whatever the placement, and what happens when something is amiss."""
+"""A run end to end on real engines: the same adapter whatever the placement, and what happens when something fails."""
 
 import json
 
