@@ -180,10 +180,19 @@ def test_continuous_serving_is_the_predicted_one_too(monkeypatch, schedule, shap
     """Requests advance together and pause under a decode; rounding may differ by a few us."""
     moved = MOVED if schedule == "stagebreaker" else {}
     world = World(monkeypatch, place(schedule, 3, 2, **moved), "continuous", reward_shape=shape)
-    measured, predicted = spans(world.run().timeline), spans(world.predicted())
+    timelines = world.run().timeline, world.predicted()
+    measured, predicted = map(spans, timelines)
     assert [span[:2] for span in measured] == [span[:2] for span in predicted]
     for got, want in zip(measured, predicted, strict=True):
         assert got[2:] == pytest.approx(want[2:], abs=20)
+    judging = [
+        {
+            g: sum(r.end_us - r.start_us for r in t.rows if (r.kind, r.gpu) == ("score", g))
+            for g in ("reward0", "reward1")
+        }
+        for t in timelines
+    ]
+    assert judging[0] == pytest.approx(judging[1], abs=50)
 
 
 @pytest.mark.parametrize("serving", ["serial", "dynamic", "continuous"])
