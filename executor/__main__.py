@@ -77,7 +77,7 @@ def run(
             result = _emulated(program, steps, scale, tick)
         else:
             where, precision = _device(device, dtype, found.profile.dtype)
-            recorded = _recorded(replay_rewards, steps) if replay_rewards else None
+            recorded = _recorded(replay_rewards, steps, program.requests()) if replay_rewards else None
             options = runner.RunOptions(steps, out, where, precision, resume, recorded=recorded)
             result = runner.train(program, backend, options, tick)
     _write(result, plan, out)
@@ -137,11 +137,18 @@ def _emulated(program: Any, steps: int, scale: float, tick: Any) -> Any:
         raise RunFailedError(f"{program.schedule}: {error}") from error
 
 
-def _recorded(folder: Path, steps: int) -> list[dict[str, float | None]]:
+def _recorded(folder: Path, steps: int, requests: set[str]) -> list[dict[str, float | None]]:
     lines = read_metrics(folder)
     if len(lines) < steps:
         raise InputError(f"--replay-rewards {folder} has {len(lines)} steps, the run wants {steps}; give fewer --steps")
-    return [line["sb/rewards"] for line in lines]
+    recorded: list[dict[str, float | None]] = [line.get("sb/rewards", {}) for line in lines[:steps]]
+    for n, rewards in enumerate(recorded, start=1):
+        if set(rewards) != requests:
+            raise InputError(
+                f"--replay-rewards {folder}: step {n} does not score the requests of this plan; "
+                f"give a run of the same workload"
+            )
+    return recorded
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

@@ -80,7 +80,7 @@ class RLStep:
             {i: w.group_of(i) for i in needed},
             scope=w.advantage_scope,
             on_unscorable=w.on_unscorable,
-            mini_batches={i: w.mini_batch_of(i) for i in needed},
+            mini_batches={i: w.mini_batch_of(i) for i in members},
         )
         self.candidate_rewards.update(scores)
         self.advantages.update({i: a for i, a in found.values.items() if i in members})

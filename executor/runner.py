@@ -22,7 +22,7 @@ from stagebreaker.executor.record import scaled
 from stagebreaker.profiles.cli import RunFailedError
 from stagebreaker.profiles.document import InputError, nearest
 from stagebreaker.profiles.table import Serving
-from stagebreaker.sim.dataflow import Assignment, StepGraph, Task
+from stagebreaker.sim.dataflow import REQUEST, Assignment, StepGraph, Task
 from stagebreaker.sim.dispatch import GraphIndex
 from stagebreaker.sim.engine import Costs
 from stagebreaker.sim.plan import Plan
@@ -69,6 +69,10 @@ class Program:
         for task, lane in self.assignment.lane_of.items():
             kinds[lane].add(self.graph.by_id[task].kind)
         return {lane: tuple(sorted(names)) for lane, names in kinds.items()}
+
+    def requests(self) -> set[str]:
+        """Names of the step's score requests."""
+        return {member for task in self.graph.tasks if task.kind in ("score", REQUEST) for member in task.members}
 
     def policy_lanes(self) -> list[int]:
         """Lanes that hold the adapter, the update's first."""
@@ -182,6 +186,8 @@ class _Training:
         self.result = RunResult(program, backend.name)
 
     def go(self) -> RunResult:
+        if self.options.resume:
+            self._newest()
         if self.options.warmup:
             self._guard(0, lambda: self._step(0))
             for lane in (self.update_lane, *self.other_lanes):
@@ -194,13 +200,16 @@ class _Training:
         self.result.adapter_sha256 = self._adapter_state()[1]
         return self.result
 
-    def _resume(self) -> int:
+    def _newest(self) -> tuple[int, Path]:
         from stagebreaker.executor import checkpoint
 
         found = checkpoint.latest(self.options.out)
         if found is None:
             raise InputError(f"--resume: {self.options.out} holds no checkpoint; run without --resume")
-        step, folder = found
+        return found
+
+    def _resume(self) -> int:
+        step, folder = self._newest()
         self.backend.call(self.update_lane, "restore", str(folder))
         message = self.backend.call(self.update_lane, "export", "", "adapter")
         for lane in self.other_lanes:

@@ -116,6 +116,10 @@ class Workload(Document):
                 f"trained_steps={self.trained_steps} must be in 1..{most} (denoise_steps={self.denoise_steps}"
                 + ("; the last step is deterministic and has no probability)" if most < self.denoise_steps else ")")
             )
+        if self.advantage_scope == "minibatch" and b // m < 2:
+            raise ValueError(
+                f"mini_batches={m} must be at most {b // 2} with advantage_scope='minibatch': one score has no spread"
+            )
         if self.algorithm == "kvpo":
             if (b // n) % m:
                 raise ValueError(

@@ -129,6 +129,9 @@ def workloads(draw):
     whole = [m for m in range(1, groups + 1) if groups % m == 0]
     mini_batches = draw(st.sampled_from(whole) if algorithm == "kvpo" else st.integers(1, 4))
     shape = "anchor" if algorithm == "kvpo" else draw(st.sampled_from(("pointwise", "anchor", "all_pairs")))
+    scope = draw(st.sampled_from(("group", "minibatch", "batch")))
+    if scope == "minibatch":  # a mini-batch of one has no spread
+        mini_batches = min(mini_batches, groups * group_size // 2)
     return Workload(
         name="drawn",
         algorithm=algorithm,
@@ -143,7 +146,7 @@ def workloads(draw):
         denoise_steps=4,
         trained_steps=TRAINED_STEPS,
         old_logprob_source=draw(st.sampled_from(("rollout", "first_replay", "recompute"))),
-        advantage_scope=draw(st.sampled_from(("group", "minibatch", "batch"))),
+        advantage_scope=scope,
         reward_shape=shape,
         reference_replay=draw(st.booleans()),
         deterministic=draw(st.booleans()),

@@ -44,19 +44,21 @@ def advantages(
 ) -> Advantages:
     """Advantages of all candidates in ``scores``; ``groups`` and ``mini_batches`` map candidate to its set.
 
-    Every group must be whole, and have two candidates at least: the std of one is undefined.
+    Every group must be whole, and have two candidates at least: the std of one is undefined. Under scope
+    ``minibatch`` a candidate without a mini-batch counts for its group's mean only and gets no advantage.
     """
     _validate(scores, groups, scope, on_unscorable, mini_batches)
     pool_of = {"group": groups, "minibatch": mini_batches or groups, "batch": dict.fromkeys(scores, 0)}[scope]
     masked = _unscorable(scores, groups, on_unscorable)
     _mask_lone(masked, scores, {"group": groups, scope: pool_of})
     r = {i: float(s) for i, s in sorted(scores.items()) if s is not None and i not in masked}
-    std_of = {i: std for pool in _by_set(r, pool_of).values() for i, std in _stds(r, pool).items()}
+    pooled = [i for i in r if i in pool_of]
+    std_of = {i: std for pool in _by_set(pooled, pool_of).values() for i, std in _stds(r, pool).items()}
     values = {}
     for members in _by_set(r, groups).values():
         tied = len({r[i] for i in members}) == 1
         mean = float(np.mean([r[i] for i in members]))
-        for i in members:
+        for i in (i for i in members if i in std_of):
             values[i] = 0.0 if tied or std_of[i] == 0 else (r[i] - mean) / (std_of[i] + eps)
     return Advantages(dict(sorted(values.items())), dict(sorted(masked.items())))
 
@@ -81,7 +83,7 @@ def _mask_lone(masked: dict[int, str], scores: Iterable[int], kinds: Mapping[str
     while before != len(masked):
         before = len(masked)
         for kind, set_of in kinds.items():
-            for s, members in _by_set((i for i in scores if i not in masked), set_of).items():
+            for s, members in _by_set((i for i in scores if i not in masked and i in set_of), set_of).items():
                 if len(members) == 1:
                     masked[members[0]] = f"the only scored candidate of {kind} {s}"
 
@@ -115,15 +117,14 @@ def _validate(
         raise InputError(f"on_unscorable={on_unscorable!r} must be one of {', '.join(ON_UNSCORABLE)}")
     if scope == "minibatch" and mini_batches is None:
         raise InputError("advantage_scope=minibatch needs mini_batches, the mini-batch of every candidate")
-    for name, sets in (("groups", groups), ("mini_batches", mini_batches)):
-        missing = sorted(set(scores) - set(sets if sets is not None else scores))
-        if missing:
-            raise InputError(f"candidates {missing} have a score but no entry in {name}")
+    missing = sorted(set(scores) - set(groups))
+    if missing:
+        raise InputError(f"candidates {missing} have a score but no entry in groups")
     absent = sorted(i for i, g in groups.items() if i not in scores and g in {groups[j] for j in scores})
     if absent:
         raise InputError(f"candidates {absent} belong to a scored group but have no score; give None if unscorable")
     kinds = {"group": groups} | ({scope: mini_batches} if scope == "minibatch" and mini_batches else {})
     for kind, set_of in kinds.items():
-        for s, members in _by_set(scores, set_of).items():
+        for s, members in _by_set((i for i in scores if i in set_of), set_of).items():
             if len(members) < 2:
                 raise InputError(f"{kind} {s} has one candidate ({members[0]}); an advantage needs at least two")
