@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +18,7 @@ import typer
 
 from stagebreaker.profiles.cli import (
     CheckFailedError,
+    InterruptedRunError,
     RunFailedError,
     console,
     print_json,
@@ -79,12 +82,26 @@ def run(
             where, precision = _device(device, dtype, found.profile.dtype)
             recorded = _recorded(replay_rewards, steps, program.requests()) if replay_rewards else None
             options = runner.RunOptions(steps, out, where, precision, resume, recorded=recorded)
-            result = runner.train(program, backend, options, tick)
+            result = _interruptible(lambda: runner.train(program, backend, options, tick), out)
     _write(result, plan, out)
     if as_json:
         print_json(report(result))
     else:
         show(result, out)
+
+
+def _interruptible(train: Callable[[], Any], out: Path) -> Any:
+    """Ctrl-C, SIGTERM or SIGINT from a script stop the workers; what is finished can be resumed."""
+    from stagebreaker.executor.checkpoint import latest
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return train()
+    except KeyboardInterrupt:
+        found = latest(out)
+        how = f"resume after step {found[0]} with --resume --out {out}" if found else "no step was finished"
+        raise InterruptedRunError(f"interrupted; {how}") from None
 
 
 def _check(plan: Any, backend: str, steps: int, workload: str | None, cluster: Path | None) -> None:

@@ -1,6 +1,7 @@
 """stagebreaker-profile: measure what every task of a workload costs on this machine.
 
-Without a sub-command it profiles (this needs the engines); ``compare`` lays two profiles side by side.
+Without a sub-command it profiles (this needs the engines); ``predict`` works a profile out from FLOPs and bytes for
+hardware that is not at hand; ``compare`` lays two profiles side by side.
 """
 
 from __future__ import annotations
@@ -99,6 +100,50 @@ def show(found: Profile) -> None:
             rows,
         )
     )
+
+
+@app.command()
+def predict(
+    workload: Annotated[str, typer.Option(help="A shipped workload's name, or a YAML file.")] = "dancegrpo-vrt",
+    hardware: Annotated[str, typer.Option(help="A GPU of the hardware table.")] = "rtx-pro-5000-72gb",
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Override a workload field: key=value (repeatable).")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Where the profile goes.")] = Path("profile.json"),
+    as_json: JsonFlag = False,
+) -> None:
+    """Predict a profile by FLOPs and bytes, for hardware that is not at hand; nothing is measured."""
+    from stagebreaker.profiles import roofline
+    from stagebreaker.profiles.judges import find_judge
+    from stagebreaker.profiles.models import find_model
+    from stagebreaker.sim.workload import load_workload
+
+    w = load_workload(workload, tuple(set_ or ()))
+    check_folder(out.parent)
+    predicted = roofline.predicted_profile(
+        find_model(w.policy),
+        find_judge(w.judge),
+        roofline.hardware_table().find(hardware),
+        latent_frames=w.latent_frames,
+        resolution=w.resolution,
+        chunk_frames=w.chunk_frames,
+        denoise_steps=w.denoise_steps,
+        trained_steps=w.trained_steps,
+        lora_rank=w.lora_rank,
+        lora_targets=w.lora_targets,
+        judge_tokens=w.judge_tokens,
+        name=f"{w.name}-{hardware}-predicted",
+        workload=w.name,
+        settings=w.cost_settings(),
+        value_steps=w.denoise_steps if w.algorithm == "kvpo" else None,
+        window_frames=w.window_frames,
+    )
+    predicted.save(out)
+    if as_json:
+        print_json(summary(predicted))
+        return
+    show(predicted)
+    console().print(f"wrote {out}: predicted, not measured")
 
 
 @app.command()

@@ -24,11 +24,15 @@ from stagebreaker.profiles.document import InputError
 ENGINES = ("torch", "ray", "diffusers", "transformers", "peft", "safetensors", "PIL", "accelerate")
 """What only the full install brings."""
 
-CHECK_FAILED, BAD_INPUT, RUN_FAILED = 1, 2, 3
+CHECK_FAILED, BAD_INPUT, RUN_FAILED, INTERRUPTED = 1, 2, 3, 130
 
 
 class CheckFailedError(Exception):
     """A check the user asked for did not hold; exit code 1."""
+
+
+class InterruptedRunError(Exception):
+    """The user stopped a run; the message says how to go on; exit code 130."""
 
 
 class RunFailedError(Exception):
@@ -49,13 +53,15 @@ def run_app(app: typer.Typer) -> None:
         if error.name not in ENGINES:
             raise
         _fail(f"this needs real engines and {error.name} is not installed; pip install 'stagebreaker[run]'", BAD_INPUT)
+    except InterruptedRunError as error:
+        _fail(str(error), INTERRUPTED)
     except KeyboardInterrupt:
-        _fail("interrupted", 130)
+        _fail("interrupted", INTERRUPTED)
     except Exception as error:
         show = getattr(error, "format_message", None)  # the command line's own usage errors
         if show is None:
             if type(error).__name__ == "Abort":
-                _fail("interrupted", 130)
+                _fail("interrupted", INTERRUPTED)
             raise
         _fail(f"{show()}; see --help", BAD_INPUT)
 

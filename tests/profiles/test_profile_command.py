@@ -9,7 +9,7 @@ import pytest
 from builders import profile_of
 
 from stagebreaker.profiles import __main__ as command
-from stagebreaker.profiles.table import TASK_KINDS, TaskCost
+from stagebreaker.profiles.table import TASK_KINDS, Profile, TaskCost
 
 
 @pytest.fixture
@@ -129,3 +129,21 @@ def test_without_the_engines_it_says_what_to_install(tmp_path):
     assert line.startswith("error: ")
     assert "engines and torch is not installed; pip install 'stagebreaker[run]'" in line
     assert not list(tmp_path.iterdir())
+
+
+def test_predict_writes_a_profile_that_says_so(run):
+    code, stdout, _ = run("predict", "--hardware", "h100-80gb", "--json")
+    assert (code, json.loads(stdout)["provenance"]) == (0, "predicted")
+    profile = Profile.load(Path("profile.json"))
+    assert (profile.provenance, profile.settings["resolution"]) == ("predicted", "480x832")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--hardware", "h10"), "did you mean 'h100-80gb'?"),
+        (("--workload", "tiny-dancegrpo"), "policy 'tiny' has no known dimensions"),
+    ],
+)
+def test_predict_refuses_what_it_does_not_know(run, arguments, said):
+    assert said in refused(run("predict", *arguments))
