@@ -225,6 +225,29 @@ def simulate(
 
 
 @app.command()
+def reproduce(as_json: JsonFlag = False) -> None:
+    """The published results (Figures 3, 9 and 16) beside what the simulator makes of the fitted profiles."""
+    from stagebreaker.placement.report import reproduction_table
+    from stagebreaker.placement.reproduce import reproduce as run
+    from stagebreaker.sim.published import all_cases
+
+    with progress("simulating the published settings", len(all_cases())) as tick:
+        rows = run(tick=tick)
+    if as_json:
+        print_json(rows)
+        return
+    screen = console()
+    screen.print(reproduction_table(rows))
+    for figure in ("fig16", "fig9", "fig3"):
+        chosen = [row for row in rows if str(row["id"]).startswith(f"{figure}.")]
+        screen.print(f"{figure}: {sum(bool(row['ok']) for row in chosen)} of {len(chosen)} rows within tolerance")
+    screen.print("rows marked in fit were used to fit the costs: their agreement is in-sample")
+    screen.print(
+        "colocated and async_reward make one more forward-only pass (old_logprob_source=recompute), which is inferred"
+    )
+
+
+@app.command()
 def explain(
     plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json.")],
     schedule: Annotated[str | None, typer.Option(help="One of the plan's schedules. Default: its best.")] = None,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from rich.table import Table
 
 from stagebreaker.placement.planner import Planned
 from stagebreaker.placement.space import SCHEDULE
@@ -130,6 +133,31 @@ def placement_line(p: Placement, workload: Workload) -> str:
     if any(p.ref_moved) or any(p.old_moved):
         text += f", forward-only replays {list(p.ref_moved or p.old_moved)}"
     return text
+
+
+def reproduction_table(rows: Sequence[Mapping[str, str | float | bool]]) -> Table:
+    """Published and reproduced ranges, row by row."""
+
+    def span(row: Mapping[str, str | float | bool], side: str) -> str:
+        low, high = row[f"{side}_low"], row[f"{side}_high"]
+        return f"{low:.3f}" if low == high else f"{low:.3f} to {high:.3f}"
+
+    def error(row: Mapping[str, str | float | bool]) -> str:
+        ends = [(float(row[f"reproduced_{end}"]), float(row[f"published_{end}"])) for end in ("low", "high")]
+        return " / ".join(dict.fromkeys(f"{100 * (got / want - 1):+.1f} %" for got, want in ends))
+
+    cells = [
+        (
+            str(row["id"]),
+            span(row, "published"),
+            span(row, "reproduced"),
+            error(row),
+            "yes" if row["in_fit"] else "no",
+            "yes" if row["ok"] else "NO",
+        )
+        for row in rows
+    ]
+    return table("published results", ("row", "published", "reproduced", "error", "in fit", "ok"), cells)
 
 
 def idle_cells(idle_us: dict[str, int]) -> tuple[str, str]:

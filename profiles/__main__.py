@@ -6,6 +6,7 @@ hardware that is not at hand; ``compare`` lays two profiles side by side.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -144,6 +145,40 @@ def predict(
         return
     show(predicted)
     console().print(f"wrote {out}: predicted, not measured")
+
+
+@app.command()
+def fit(
+    out: Annotated[Path, typer.Option(help="Folder for fitted-<algorithm>-<judge>.json.")] = Path("fitted"),
+    as_json: JsonFlag = False,
+) -> None:
+    """Fit the unknown costs to the published results (two minutes); say which of them the data identify."""
+    from stagebreaker.placement.reproduce import best_placement
+    from stagebreaker.sim.fit import fit as run
+    from stagebreaker.sim.fit import fitted_profiles
+
+    check_folder(out)
+    found = run(best_placement, lambda line: print(line, file=sys.stderr))
+    for pair, fitted in fitted_profiles(found).items():
+        fitted.save(out / f"fitted-{pair}.json")
+    if as_json:
+        print_json({"costs_us": found.costs_us, "identified": found.identified, "objective": found.objective})
+        return
+    rows = [
+        (name, seconds(round(us)), f"{us / found.unit_us:.4f}", _known(found.identified.get(name)))
+        for name, us in found.costs_us.items()
+    ]
+    screen = console()
+    screen.print(table("fitted costs", ("parameter", "cost", "units", "decided by the data"), rows))
+    screen.print(f"unit: async_reward's step of dancegrpo-vrt at 24 candidates, {seconds(found.unit_us)}")
+    screen.print("anchor of the absolute scale: one 21-latent-frame rollout is taken as 7.5 s; ratios fix no scale")
+    left = [(f"{r.id} ({r.end})", f"{r.in_tolerances:+.2f}") for r in found.residuals]
+    screen.print(table("residuals, in tolerances", ("row", "residual"), left))
+    screen.print(f"wrote four profiles to {out}/")
+
+
+def _known(part: float | None) -> str:
+    return "anchor" if part is None else f"{100 * part:.0f} %"
 
 
 @app.command()
