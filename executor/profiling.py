@@ -44,16 +44,15 @@ def profile_workload(
     tick: Callable[[int], None] = lambda _: None,
 ) -> Profile:
     """Measure everything beside ``neighbours`` busy processes; ``tick(1)`` after each of ``count(workload)``."""
-    with _neighbours(workload, device, dtype, neighbours):
-        return _profile(workload, device, dtype, repeats, neighbours, tick)
-
-
-def _profile(
-    workload: Workload, device: str, dtype: str, repeats: int, neighbours: int, tick: Callable[[int], None]
-) -> Profile:
     worker = Worker(workload, device, dtype)
-    worker.warm(("encode_prompt", "generate", "vae_decode", "score", "update"))
-    kind = gpu_kind(device)
+    worker.warm(("encode_prompt", "generate", "vae_decode", "score", "update"))  # before any neighbour meets bad input
+    with _neighbours(workload, device, dtype, neighbours):
+        return _profile(worker, repeats, neighbours, tick)
+
+
+def _profile(worker: Worker, repeats: int, neighbours: int, tick: Callable[[int], None]) -> Profile:
+    workload = worker.workload
+    kind = gpu_kind(worker.device)
     bench = _Bench(worker, kind.name, repeats, tick)
     bench.rollout()
     bench.scoring(batch_sizes(workload))
@@ -66,7 +65,7 @@ def _profile(
         source=f"stagebreaker-profile, {repeats} repeats after one warm-up, beside {neighbours} busy neighbours",
         workload=workload.name,
         serving="dynamic",
-        dtype=dtype,
+        dtype=str(worker.dtype).removeprefix("torch."),
         settings=workload.cost_settings(),
         versions={"python": platform.python_version(), **{name: version(name) for name in ENGINES}},
         gpu_kinds=(kind,),

@@ -173,7 +173,7 @@ def verify(certificate: Annotated[Path, typer.Argument(help="A certificate.json.
         raise CheckFailedError(f"{certificate}: {'; '.join(problems)}")
     if not as_json:
         console().print(
-            f"confirmed: {found.space_size} placements, best {seconds(found.step_us)} "
+            f"confirmed: {found.space_size} placements of the stagebreaker schedule, best {seconds(found.step_us)} "
             f"({placement_line(found.best, found.workload)}), lower bound {seconds(found.lower_bound_us)}"
         )
 
@@ -254,6 +254,7 @@ def explain(
 ) -> None:
     """Which GPU does what, and why this schedule."""
     from stagebreaker.placement.report import idle_cells, placement_line, replay
+    from stagebreaker.placement.space import SCHEDULE
     from stagebreaker.sim.plan import Plan
 
     plan = Plan.load(plan_file)
@@ -286,9 +287,11 @@ def explain(
     busiest = max(timeline.use(graph), key=lambda u: (u.busy_us, u.lane.name))
     step = plan.schedules[name].step_us
     screen.print(
-        f"The step takes {seconds(step)}. {busiest.lane.name} binds: it is busy {share(busiest.busy_us / step)} of it. "
-        f"No placement of the space takes less than {seconds(plan.lower_bound_us)}."
+        f"The step takes {seconds(step)}. {busiest.lane.name} binds: it is busy {share(busiest.busy_us / step)} of it."
     )
+    if name == plan.best:
+        where = "placement of the count space" if name == SCHEDULE else "schedule"
+        screen.print(f"No {where} takes less than {seconds(plan.lower_bound_us)}.")
 
 
 def main() -> None:

@@ -42,13 +42,20 @@ class RunFailedError(Exception):
 def run_app(app: typer.Typer) -> None:
     """Run a Typer application with this project's exit codes."""
     try:
-        app(standalone_mode=False)
+        code = app(standalone_mode=False)
+        if isinstance(code, int) and code:  # how typer reports Ctrl-C
+            _fail("interrupted", code)
     except InputError as error:
         _fail(str(error), BAD_INPUT)
     except CheckFailedError as error:
         _fail(str(error), CHECK_FAILED)
     except RunFailedError as error:
         _fail(str(error), RUN_FAILED)
+    except OSError as error:
+        _fail(
+            f"{error.filename or 'a file'}: {error.strerror or error}; give a path that can be read or written",
+            BAD_INPUT,
+        )
     except ModuleNotFoundError as error:
         if error.name not in ENGINES:
             raise
