@@ -20,6 +20,8 @@ from stagebreaker.profiles.cli import (
     CheckFailedError,
     InterruptedRunError,
     RunFailedError,
+    VersionFlag,
+    check_folder,
     console,
     print_json,
     progress,
@@ -28,9 +30,11 @@ from stagebreaker.profiles.cli import (
     seconds,
     table,
 )
-from stagebreaker.profiles.document import InputError, nearest, write_atomic
+from stagebreaker.profiles.document import InputError, nearest, read_mapping, write_atomic
 
 app = typer.Typer(help=__doc__, invoke_without_command=True, add_completion=False, pretty_exceptions_enable=False)
+SHORTEST_US, MOST_SCALE = 100_000, 10
+"""An emulated step is at least this long, and at most so many times the real one."""
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 
 
@@ -58,6 +62,7 @@ def run(
         float | None, typer.Option(help="Emulated seconds per second. Default: a step of 4 s.")
     ] = None,
     as_json: JsonFlag = False,
+    _version: VersionFlag = False,
 ) -> None:
     """Run a plan."""
     if context.invoked_subcommand is not None:
@@ -69,21 +74,24 @@ def run(
     from stagebreaker.executor import runner
 
     program = runner.Program.of(found, schedule or found.best)
-    _prepare(out, resume)
-    with progress(f"running {program.schedule} on {backend}", steps + 1) as tick:
-        if backend == "emulated":
-            scale = (
-                time_scale if time_scale is not None else 4_000_000 / max(1, found.schedules[program.schedule].step_us)
-            )
-            if not 0 < scale <= 10:
-                raise InputError(f"--time-scale {scale} must be above 0 and at most 10")
-            result = _emulated(program, steps, scale, tick)
-        else:
-            where, precision = _device(device, dtype, found.profile.dtype)
-            recorded = _recorded(replay_rewards, steps, program.requests()) if replay_rewards else None
-            options = runner.RunOptions(steps, out, where, precision, resume, recorded=recorded)
+    facts = {"schedule": program.schedule, "workload_sha256": found.workload_sha256, "backend": backend}
+    what = f"running {program.schedule} on {backend}, a warm-up and {steps} steps"
+    if backend == "emulated":
+        used = {"--resume": resume, "--dtype": dtype != "profile", "--replay-rewards": replay_rewards is not None}
+        _refuse("emulated", used, "there is nothing but time in an emulated run")
+        scale = _scale(time_scale, found.schedules[program.schedule].step_us)
+        _prepare(out, False, facts, plan)
+        with progress(what, steps + 1) as tick:
+            result = _emulated(program, steps, scale, out, tick)
+    else:
+        _refuse(backend, {"--time-scale": time_scale is not None}, "real engines take the time they take")
+        where, precision = _device(device, dtype, found.profile.dtype)
+        recorded = _recorded(replay_rewards, steps, program.requests()) if replay_rewards else None
+        _prepare(out, resume, {**facts, "dtype": precision}, plan)
+        options = runner.RunOptions(steps, out, where, precision, resume, recorded=recorded)
+        with progress(what, steps + 1) as tick:
             result = _interruptible(lambda: runner.train(program, backend, options, tick), out)
-    _write(result, plan, out)
+    _write(result, out)
     if as_json:
         print_json(report(result))
     else:
@@ -131,12 +139,49 @@ def _same(what: str, planned: dict[str, Any], given: dict[str, Any]) -> None:
             )
 
 
-def _prepare(out: Path, resume: bool) -> None:
-    if out.exists() and not out.is_dir():
-        raise InputError(f"--out {out} is a file; give a folder")
-    if not resume and (out / "checkpoints").exists():
+def _refuse(backend: str, used: dict[str, bool], why: str) -> None:
+    for option, given in used.items():
+        if given:
+            raise InputError(f"{option} has no meaning with --backend {backend}: {why}; leave it out")
+
+
+def _scale(given: float | None, step_us: int) -> float:
+    """Emulated seconds per second; by default a step of 4 s. Below SHORTEST_US a step is all calls and no sleep."""
+    scale = given if given is not None else 4_000_000 / max(1, step_us)
+    least = SHORTEST_US / max(1, step_us)
+    if given is not None and not least <= scale <= MOST_SCALE:
+        raise InputError(
+            f"--time-scale {given:g} must be between {least:.3g} and {MOST_SCALE}: a step of {seconds(step_us)} "
+            f"would take {seconds(round(step_us * (given if given > 0 else 0)))} here; leave it out for a step of 4 s"
+        )
+    return scale
+
+
+def _prepare(out: Path, resume: bool, facts: dict[str, str], plan: Path) -> None:
+    """The run's folder, with the plan and what the run is, so that only the same run can be resumed in it."""
+    check_folder(out)
+    begun = out / "run.json"
+    if resume:
+        _check_resumed(begun, facts)
+    elif any((out / name).exists() for name in ("metrics.jsonl", "checkpoints")):
         raise InputError(f"--out {out} holds a run; continue it with --resume, or give another folder")
     out.mkdir(parents=True, exist_ok=True)
+    write_atomic(begun, json.dumps(facts, indent=2) + "\n")
+    if plan.resolve() != (out / "plan.json").resolve():
+        shutil.copyfile(plan, out / "plan.json")
+
+
+def _check_resumed(begun: Path, facts: dict[str, str]) -> None:
+    """Where and on what backend a resumed run goes on is free; what it computes, to the bit, is not."""
+    if not begun.exists():
+        raise InputError(f"--resume: {begun.parent} holds no run; run without --resume")
+    before = read_mapping(begun)
+    for name, value in facts.items():
+        if name != "backend" and before.get(name) != value:
+            raise InputError(
+                f"--resume: the run in {begun.parent} has {name}={before.get(name)}, this one {value}; "
+                f"give the same, or another --out"
+            )
 
 
 def _device(device: str, dtype: str, profiled: str) -> tuple[str, str]:
@@ -145,11 +190,11 @@ def _device(device: str, dtype: str, profiled: str) -> tuple[str, str]:
     return pick(device, dtype if dtype != "profile" else profiled)
 
 
-def _emulated(program: Any, steps: int, scale: float, tick: Any) -> Any:
+def _emulated(program: Any, steps: int, scale: float, out: Path, tick: Any) -> Any:
     from stagebreaker.executor import runner
 
     try:
-        return runner.emulate(program, steps, scale, tick)
+        return runner.emulate(program, steps, scale, out, tick)
     except RuntimeError as error:
         raise RunFailedError(f"{program.schedule}: {error}") from error
 
@@ -176,7 +221,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
-def _write(result: Any, plan: Path, out: Path) -> None:
+def _write(result: Any, out: Path) -> None:
     """What a run leaves in its folder, beside metrics and checkpoints."""
     from stagebreaker.executor.checkpoint import latest
     from stagebreaker.executor.record import middle
@@ -192,15 +237,10 @@ def _write(result: Any, plan: Path, out: Path) -> None:
     graphs = dict.fromkeys(sides, result.program.graph)
     save_figure(gantts(sides, graphs)[0].figure, out / "timeline.png")
     write_atomic(out / "report.json", json.dumps(report(result), indent=2) + "\n")
-    if plan.resolve() != (out / "plan.json").resolve():
-        shutil.copyfile(plan, out / "plan.json")
     newest = latest(out)
     if newest is not None:
         shutil.rmtree(out / "adapter", ignore_errors=True)
         shutil.copytree(newest[1] / "adapter", out / "adapter")
-    elif result.backend == "emulated":
-        lines = "".join(json.dumps(line) + "\n" for line in result.metrics)
-        write_atomic(out / "metrics.jsonl", lines)
 
 
 def predicted(program: Any) -> Any:
@@ -231,7 +271,7 @@ def show(result: Any, out: Path) -> None:
 
     screen = console()
     if not result.timelines:
-        screen.print(f"nothing left to do: {out} has all its steps")
+        screen.print(f"nothing left to do: {out} has all the steps asked for; give more --steps to go on")
         return
     guess = result.predicted_step_us
     rows = [
@@ -287,7 +327,6 @@ def compare(
     """Predicted against measured, kind by kind, of a finished run."""
     from stagebreaker.executor.record import compare as match
     from stagebreaker.executor.runner import Program
-    from stagebreaker.profiles.document import read_mapping
     from stagebreaker.sim.export import read_csv
     from stagebreaker.sim.plan import Plan
     from stagebreaker.sim.timeline import Timeline
@@ -331,9 +370,10 @@ def check_gradients(
     from stagebreaker.sim.workload import load_workload
 
     chosen = load_workload(workload, tuple(set_ or ()))
-    from stagebreaker.executor.gradients import TOLERANCE, check
+    from stagebreaker.executor.gradients import ROUNDS, TOLERANCE, check
 
-    cases = check(chosen)
+    with progress("comparing kernels, a precision and a sampler at a time", ROUNDS) as tick:
+        cases = check(chosen, tick)
     worst = {dtype: max(case.max_rel_error for case in cases if case.dtype == dtype) for dtype in TOLERANCE}
     ok = all(worst[dtype] <= limit for dtype, limit in TOLERANCE.items())
     if as_json:

@@ -146,11 +146,15 @@ class RayBackend:
 
     def wait(self) -> list[Done]:
         """Block until at least one call is finished; return all that are."""
-        ready, _ = self.ray.wait(list(self._pending), num_returns=1)
-        more, _ = self.ray.wait(list(self._pending), num_returns=len(self._pending), timeout=0)
+        return self.poll(None)
+
+    def poll(self, timeout_s: float | None) -> list[Done]:
+        """All calls that are finished, in the order they were sent; waits up to ``timeout_s`` for the first."""
+        finished, _ = self.ray.wait(list(self._pending), num_returns=1, timeout=timeout_s)
+        if finished and len(self._pending) > 1:
+            finished, _ = self.ray.wait(list(self._pending), num_returns=len(self._pending), timeout=0)
         done = []
-        finished = {*ready, *more}
-        for ref in [ref for ref in self._pending if ref in finished]:  # in the order they were sent
+        for ref in finished:
             token, what, lane = self._pending.pop(ref)
             try:
                 value, start, end = self.ray.get(ref)

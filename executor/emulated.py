@@ -2,12 +2,16 @@
 
 It exercises the real control plane at any size on a laptop: the paper's six GPUs, or sixty. Results are None, only time
 is real. The judge keeps its serving contract: n active requests advance at 1/t(n) each and pause while their GPU runs
-another task.
+another task. Links are kept by this process: a transfer that ends is a timer that rings. A timer that rings late is the
+laptop's fault, not the plan's: a task ends when it was due, and what was waiting behind it on that GPU starts then.
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -26,10 +30,12 @@ class Emulated(RayBackend):
     def __init__(self, lanes: Sequence[Lane], costs: Costs, time_scale: float) -> None:
         super().__init__(lanes)
         self._costs, self._scale = costs, time_scale
-        self._at_once: list[Done] = []
+        self._timers: list[tuple[int, int, Done]] = []
+        self._ring = itertools.count()
+        self._open = [0] * len(lanes)
         actor = self.ray.remote(_Sleeper).options(num_cpus=0, max_concurrency=1000)
         curves = [
-            {b: costs.batch_us(b, lane) * time_scale / 1e6 for b in _measured_batches(costs, lane)}
+            {b: costs.batch_us(b, lane) * time_scale for b in _measured_batches(costs, lane)}
             for lane in range(len(lanes))
         ]
         self._actors = [actor.remote(curve) for curve in curves]
@@ -41,23 +47,40 @@ class Emulated(RayBackend):
         task: Task = order.task
         actor = self._actors[lane]
         if task.kind == "request":
-            self.start(actor.serve.remote(task.id), token, task, lane)
+            self._open[lane] += 1
+            self.start(actor.serve.remote(task.id), (lane, token), task, lane)
             return
         duration_us = self._costs.task_us(task, lane)
-        if duration_us or any(busy == lane for _, _, busy in self._pending.values()):
-            self.start(actor.sleep.remote(duration_us * self._scale / 1e6), token, task, lane)
-        else:
-            self._at_once.append(Done(token, None, now_us(), now_us()))
-
-    def wait(self) -> list[Done]:
-        """Tasks of no length on a free lane first: they never left this process."""
-        done, self._at_once = self._at_once, []
-        return done or super().wait()
+        if duration_us or self._open[lane]:
+            self._open[lane] += 1
+            self.start(actor.sleep.remote(round(duration_us * self._scale)), (lane, token), task, lane)
+        else:  # a task of no length on a free lane never leaves this process
+            self._due(now_us(), now_us(), token)
 
     def send(self, source: int, target: int, task: str, data: str, size_bytes: int, token: Any) -> None:
         """The link's profiled time, beside whatever the source's GPU does."""
-        ref = self._actors[source].move.remote(self._costs.link.duration_us(size_bytes) * self._scale / 1e6)
-        self.start(ref, token, f"{task}/{data}", source)
+        start = now_us()
+        self._due(start, start + round(self._costs.link.duration_us(size_bytes) * self._scale), token)
+
+    def _due(self, start_us: int, end_us: int, token: Any) -> None:
+        heapq.heappush(self._timers, (end_us, next(self._ring), Done(token, None, start_us, end_us)))
+
+    def wait(self) -> list[Done]:
+        """What is due, or the first actor that is done."""
+        while True:
+            done = []
+            while self._timers and self._timers[0][0] <= now_us():
+                done.append(heapq.heappop(self._timers)[2])
+            left_s = max(0, self._timers[0][0] - now_us()) / 1e6 if self._timers else None
+            if self._pending:
+                for item in self.poll(0 if done else left_s):
+                    lane, token = item.token
+                    self._open[lane] -= 1
+                    done.append(Done(token, item.value, item.start_us, item.end_us))
+            elif not done and left_s is not None:
+                time.sleep(left_s)
+            if done:
+                return done
 
     def call(self, lane: int, method: str, *args: Any) -> Any:
         """There is no engine to call."""
@@ -67,69 +90,62 @@ class Emulated(RayBackend):
 class _Sleeper:
     """An emulated GPU: exclusive sleeps, and a judge that serves n requests at 1/t(n) each while nothing else runs."""
 
-    def __init__(self, curve_s: dict[int, float]) -> None:
-        self.curve_s = curve_s
+    def __init__(self, curve_us: dict[int, float]) -> None:
+        self.curve_us = curve_us
         self.left: dict[str, float] = {}
-        self.exclusive = False
+        self.ends: dict[str, asyncio.Future[int]] = {}
         self.turn = asyncio.Lock()
-        self.changed = asyncio.Event()
-        self.since = time.monotonic()
+        self.exclusive = False
+        self.free_us = self.since_us = 0
+        self.alarm: asyncio.TimerHandle | None = None
 
     async def clock_us(self) -> int:
         return now_us()
 
-    async def move(self, seconds: float) -> tuple[None, int, int]:
-        start = now_us()
-        await asyncio.sleep(seconds)
-        return None, start, now_us()
-
-    async def sleep(self, seconds: float) -> tuple[None, int, int]:
+    async def sleep(self, duration_us: int) -> tuple[None, int, int]:
+        arrived = now_us()
         async with self.turn:
-            self._settle()
-            self.exclusive = True
-            start = now_us()
-            await asyncio.sleep(seconds)
-            end = now_us()
-            self._settle()
-            self.exclusive = False
-            self._wake()
-        return None, start, end
+            start = max(arrived, self.free_us)
+            self.free_us = start + duration_us
+            self._judge(start, exclusive=True)
+            await asyncio.sleep(max(0, self.free_us - now_us()) / 1e6)
+            self._judge(self.free_us, exclusive=False)
+            return None, start, self.free_us
 
     async def serve(self, request: str) -> tuple[None, int, int]:
         start = now_us()
-        self._settle()
+        self._judge(start, exclusive=self.exclusive)
         self.left[request] = 1.0
-        self._wake()
-        while True:
-            self._settle()
-            if self.left[request] <= 1e-9:
-                break
-            changed = self.changed
-            wait_s = None if self.exclusive else self.left[request] * self._t()
-            try:
-                await asyncio.wait_for(changed.wait(), wait_s)
-            except TimeoutError:
-                continue
-        del self.left[request]
-        self._wake()
-        return None, start, now_us()
+        end = self.ends[request] = asyncio.get_running_loop().create_future()
+        self._judge(start, exclusive=self.exclusive)
+        return None, start, await end
 
-    def _t(self) -> float:
-        """t(n) of the active requests, in seconds."""
-        n = sum(left > 1e-9 for left in self.left.values())
-        return self.curve_s[max(1, n)]
+    def _judge(self, until_us: int, *, exclusive: bool) -> None:
+        """Book the judge's progress up to an instant; from then on it advances unless the GPU is taken."""
+        while not self.exclusive and self.left and self._due_us() <= until_us:
+            self._advance(self._due_us())
+        if not self.exclusive and self.left:
+            self._advance(until_us)
+        self.since_us, self.exclusive = max(self.since_us, until_us), exclusive
+        if self.alarm is not None:
+            self.alarm.cancel()
+            self.alarm = None
+        if self.left and not exclusive:
+            due = self._due_us()
+            wait_s = max(0, due - now_us()) / 1e6
+            self.alarm = asyncio.get_running_loop().call_later(wait_s, lambda: self._judge(due, exclusive=False))
 
-    def _settle(self) -> None:
-        """Book the progress since the last change."""
-        now = time.monotonic()
-        if not self.exclusive:
-            step = (now - self.since) / self._t()
-            self.left = {name: max(0.0, left - step) for name, left in self.left.items()}
-        self.since = now
+    def _due_us(self) -> int:
+        """When the next request is done if nothing changes."""
+        return self.since_us + math.ceil(min(self.left.values()) * self.curve_us[len(self.left)] - 1e-6)
 
-    def _wake(self) -> None:
-        self.changed.set()
-        self.changed = asyncio.Event()
+    def _advance(self, until_us: int) -> None:
+        done = max(0, until_us - self.since_us) / self.curve_us[len(self.left)]
+        self.since_us = max(self.since_us, until_us)
+        self.left = {request: left - done for request, left in self.left.items()}
+        for request in [request for request, left in self.left.items() if left <= 1e-9]:
+            del self.left[request]
+            self.ends.pop(request).set_result(self.since_us)
 
 
 def _measured_batches(costs: Costs, lane: int) -> range:

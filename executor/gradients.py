@@ -39,6 +39,8 @@ from stagebreaker.sim.workload import Workload
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5}
 """max |difference| / max |reference| per dtype."""
 
+ROUNDS = len(TOLERANCE) * len(SAMPLERS)
+
 WRONG = 1.0
 """The error of a result that is not finite, not exactly zero, or not bit-equal where it has to be."""
 
@@ -59,14 +61,15 @@ class Case:
     clipped: int
 
 
-def check(workload: Workload) -> list[Case]:
-    """All cases in every dtype. Raises ``InputError`` for an algorithm that has no kernels."""
+def check(workload: Workload, tick: Callable[[int], None] = lambda _: None) -> list[Case]:
+    """All cases in every dtype, ``tick(1)`` after each of ``ROUNDS``. ``InputError`` where there are no kernels."""
     check_executable(workload)
     cases = []
     for dtype in TOLERANCE:
         with keep_float64() if dtype == "float64" else nullcontext():
             for sampler in SAMPLERS:
                 cases += _Bench(workload, sampler, dtype).cases()
+                tick(1)
             cases += _Bench(workload, workload.sampler, dtype).at_the_bounds()
     return cases
 

@@ -20,7 +20,7 @@ from stagebreaker.executor.controller import Step, StepResult, run_step
 from stagebreaker.executor.emulated import Emulated
 from stagebreaker.executor.record import scaled
 from stagebreaker.profiles.cli import RunFailedError
-from stagebreaker.profiles.document import InputError, nearest
+from stagebreaker.profiles.document import InputError, nearest, write_atomic
 from stagebreaker.profiles.table import Serving
 from stagebreaker.sim.dataflow import REQUEST, Assignment, StepGraph, Task
 from stagebreaker.sim.dispatch import GraphIndex
@@ -126,7 +126,9 @@ class EmulatedStep:
         """Nothing to compute."""
 
 
-def emulate(program: Program, steps: int, time_scale: float, tick: Callable[[int], None] = lambda _: None) -> RunResult:
+def emulate(
+    program: Program, steps: int, time_scale: float, out: Path, tick: Callable[[int], None] = lambda _: None
+) -> RunResult:
     """Run on sleeping actors, ``time_scale`` of real time. The first step is a warm-up and not kept."""
     costs = Costs(program.graph, program.plan.profile, program.plan.cluster, program.plan.workload.trained_steps)
     backend = Emulated(program.graph.lanes, costs, time_scale)
@@ -139,6 +141,7 @@ def emulate(program: Program, steps: int, time_scale: float, tick: Callable[[int
                 result.metrics.append(
                     {"step": n, "timing_s/step": result.step_us[-1] / 1e6, "sb/time_scale": time_scale}
                 )
+                append_metrics(out, result.metrics[-1])
             tick(1)
     finally:
         backend.stop()
@@ -210,6 +213,7 @@ class _Training:
 
     def _resume(self) -> int:
         step, folder = self._newest()
+        keep_metrics(self.options.out, step)
         self.backend.call(self.update_lane, "restore", str(folder))
         message = self.backend.call(self.update_lane, "export", "", "adapter")
         for lane in self.other_lanes:
@@ -256,9 +260,7 @@ class _Training:
         folder = checkpoint.folder_of(self.options.out, n + 1)
         folder.parent.mkdir(parents=True, exist_ok=True)
         self.backend.call(self.update_lane, "save", str(folder.resolve()), n + 1)
-        mode = "a" if self.options.resume or len(self.result.metrics) > 1 else "w"
-        with (self.options.out / "metrics.jsonl").open(mode, encoding="utf-8") as file:
-            file.write(json.dumps(self.result.metrics[-1], allow_nan=False) + "\n")
+        append_metrics(self.options.out, self.result.metrics[-1])
 
     def _guard(self, n: int, run: Callable[[], object]) -> None:
         try:
@@ -273,6 +275,20 @@ class _Training:
                 else "no step was finished: run again"
             )
             raise RunFailedError(f"step {n + 1}: {error}; {how}") from error
+
+
+def append_metrics(out: Path, line: Mapping[str, Any]) -> None:
+    """One line of metrics.jsonl, as soon as its step is finished."""
+    with (out / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line, allow_nan=False) + "\n")
+
+
+def keep_metrics(out: Path, steps: int) -> None:
+    """Drop the lines of steps that will be made again."""
+    file = out / "metrics.jsonl"
+    if file.exists():
+        lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+        write_atomic(file, "".join(line for line in lines if json.loads(line)["step"] <= steps))
 
 
 def step_metrics(number: int, done: StepResult, step: Any, adapter: tuple[int, str]) -> dict[str, Any]:

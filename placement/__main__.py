@@ -15,6 +15,7 @@ import typer
 
 from stagebreaker.profiles.cli import (
     CheckFailedError,
+    VersionFlag,
     check_folder,
     console,
     print_json,
@@ -57,6 +58,7 @@ def plan(
         Path, typer.Option(help="Folder for plan.json, certificate.json, timeline.csv, trace.json, timeline.png.")
     ] = Path("plan"),
     as_json: JsonFlag = False,
+    _version: VersionFlag = False,
 ) -> None:
     """Plan a workload on a cluster."""
     if context.invoked_subcommand is not None:

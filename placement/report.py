@@ -82,11 +82,11 @@ def show(planned: Planned, origin: str, out: Path, elapsed_s: float) -> None:
         "vs best other",
         "actors",
         "rewards",
-        "gap",
+        "over bound",
     )
     rows = [
         (
-            f"> {name}" if name == plan.best else f"  {name}",
+            f"{'>' if name == plan.best else ' '} {name}{'*' if SCHEDULES[name].ours else ''}",
             seconds(s.step_us),
             seconds(s.best_split_step_us),
             ratio(s.speedup_vs_colocated),
@@ -105,7 +105,8 @@ def show(planned: Planned, origin: str, out: Path, elapsed_s: float) -> None:
     best = plan.schedules[plan.best]
     bound, c = plan.lower_bound_us, planned.certificate
     screen.print("best split: the schedule at the GPU split that suits it best; actors, rewards: busy share")
-    screen.print("gap: over a lower bound for any schedule of the same tasks")
+    screen.print(f"* ours, needs training before the scores are in; best other: {planned.best_baseline}")
+    screen.print(f"over bound: any schedule of these tasks takes at least {seconds(planned.any_schedule_bound_us)}")
     screen.print(f"best: {plan.best}, {placement_line(best.placement, plan.workload)}")
     gain = ratio(planned.summary[plan.best].speedup_vs_best_baseline)
     if SCHEDULES[plan.best].ours:
@@ -116,7 +117,7 @@ def show(planned: Planned, origin: str, out: Path, elapsed_s: float) -> None:
     screen.print(f"step {seconds(best.step_us)}: {what}")
     where = "any placement of the count space" if plan.best == SCHEDULE else "any schedule"
     gap = 100 * (best.step_us / max(bound, 1) - 1)
-    screen.print(f"lower bound for {where}: {seconds(bound)}, gap {gap:.1f} %")
+    screen.print(f"{where} takes at least {seconds(bound)}: this one is {gap:.1f} % above")
     screen.print(f"count space: {c.space_size} placements by formula, {c.simulated} simulated, in {elapsed_s:.1f} s")
     screen.print(f"wrote plan.json, certificate.json, timeline.csv, trace.json, timeline.png to {out}/")
 

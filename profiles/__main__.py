@@ -12,7 +12,18 @@ from typing import Annotated, Any
 
 import typer
 
-from stagebreaker.profiles.cli import check_folder, console, print_json, progress, ratio, run_app, seconds, share, table
+from stagebreaker.profiles.cli import (
+    VersionFlag,
+    check_folder,
+    console,
+    print_json,
+    progress,
+    ratio,
+    run_app,
+    seconds,
+    share,
+    table,
+)
 from stagebreaker.profiles.document import InputError
 from stagebreaker.profiles.table import Profile
 
@@ -36,6 +47,7 @@ def profile(
     ] = None,
     out: Annotated[Path, typer.Option(help="Where the profile goes.")] = Path("profile.json"),
     as_json: JsonFlag = False,
+    _version: VersionFlag = False,
 ) -> None:
     """Measure a workload's tasks on this machine."""
     if context.invoked_subcommand is not None:

@@ -11,8 +11,9 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -77,6 +78,17 @@ def _fail(message: str, code: int) -> None:
     line = " ".join(message.split())
     print(f"error: {line}", file=sys.stderr)
     sys.exit(code)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"stagebreaker {version('stagebreaker')}")
+        raise typer.Exit
+
+
+VersionFlag = Annotated[
+    bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and leave.")
+]
 
 
 def check_folder(out: Path) -> None:

@@ -1,6 +1,7 @@
 """Backends: the same bits between processes as in one, emulated time as simulated, failures by task and lane."""
 
 import os
+import statistics
 from functools import cache
 from itertools import pairwise
 
@@ -21,6 +22,7 @@ from stagebreaker.profiles.cli import RunFailedError
 from stagebreaker.profiles.document import InputError
 from stagebreaker.sim.dataflow import Lane, Need, Task
 from stagebreaker.sim.engine import Costs, simulate
+from stagebreaker.sim.schedules import SCHEDULES
 from stagebreaker.sim.workload import load_workload
 
 LANES = (Lane("actor0", "actor", 0), Lane("reward0", "reward", 1))
@@ -80,8 +82,10 @@ def test_inline_finishes_what_it_starts_with_rising_times(monkeypatch):
 
 # -- emulated: the real control plane, sleeping the profiled time
 
-SCALES = (0.018, 0.018, 0.04, 0.04, 0.04)
-"""Steps of about 100 s take about 1.8 s; on a machine where calls are slow, 4 s, so that they are a small part."""
+SCALES = (0.018, 0.06)
+"""Steps of 120 to 200 s take 2 to 4 s; where calls between processes are slow, 7 to 12 s."""
+STEPS = 3
+SIX = {"candidates": 24, "group_size": 12}
 
 
 @cache
@@ -92,7 +96,7 @@ def costs(name):
 @pytest.fixture(scope="module")
 def sleepers(ray):
     """Six emulated GPUs per time scale, shared by several schedules: scale -> backend."""
-    program, made = six(place("merged_replay", 4, 2)), {}
+    program, made = six("merged_replay"), {}
 
     def at(scale):
         if scale not in made:
@@ -104,9 +108,11 @@ def sleepers(ray):
         backend.stop()
 
 
-def six(placement, candidates=12, **changes):
-    profile = costs("dancegrpo-vrt").model_copy(update=changes)
-    return program_of(load_workload("dancegrpo-vrt", (f"candidates={candidates}",)), placement, profile)
+def six(schedule, serving="continuous", **moved):
+    """dancegrpo-vrt at 24 candidates on 4 actors and 2 reward GPUs."""
+    profile = costs("dancegrpo-vrt").model_copy(update={"serving": serving})
+    workload = load_workload("dancegrpo-vrt", tuple(f"{key}={value}" for key, value in SIX.items()))
+    return program_of(workload, place(schedule, 4, 2, **moved), profile)
 
 
 def costs_of(program):
@@ -117,26 +123,28 @@ def costs_of(program):
 @pytest.mark.parametrize(
     "program",
     [
-        six(place("async_reward", 4, 2)),
-        six(place("stagebreaker", 4, 2, vae_moved=7, train_moved=(2, 2))),
-        six(place("stagebreaker", 4, 2, scoring="one_batch", vae_moved=10, train_moved=(2, 3))),
-        six(place("stagebreaker", 4, 2, vae_moved=12), candidates=24, serving="dynamic"),
+        *(six(name) for name in SCHEDULES if name != "stagebreaker"),
+        six("stagebreaker", vae_moved=20, train_moved=(4, 4)),
+        six("stagebreaker", scoring="one_batch", vae_moved=20, train_moved=(4, 4)),
+        six("stagebreaker", serving="dynamic", vae_moved=20, train_moved=(4, 4)),
     ],
     ids=lambda p: f"{p.schedule}-{p.plan.schedules[p.schedule].placement.scoring}-{p.serving}",
 )
 def test_emulated_steps_take_the_simulated_time(sleepers, program, monkeypatch):
-    """Within 5 % in one of five steps: other load on the machine only adds to a step, a slow controller always does."""
+    """The median step within 5 %, task by task: what the controller adds is small beside a step of a few seconds."""
     predicted = simulated_step(program)
     for scale in SCALES:
-        backend = sleepers(scale)
+        backend, steps_us = sleepers(scale), []
         monkeypatch.setattr(backend, "_costs", costs_of(program))
-        done = run_step(program.index, program.assignment, program.serving, backend, EmulatedStep())
-        measured = scaled(done.timeline, 1 / scale)
-        assert measured.makespan_us >= 0.999 * predicted.makespan_us  # a sleep is never short
-        check_spans(predicted, measured)
-        if measured.makespan_us <= 1.05 * predicted.makespan_us:
+        for _ in range(STEPS):
+            done = run_step(program.index, program.assignment, program.serving, backend, EmulatedStep())
+            measured = scaled(done.timeline, 1 / scale)
+            assert measured.makespan_us >= 0.999 * predicted.makespan_us  # a sleep is never short
+            check_spans(predicted, measured)
+            steps_us.append(measured.makespan_us)
+        if statistics.median(steps_us) <= 1.05 * predicted.makespan_us:
             return
-    pytest.fail(f"{measured.makespan_us} us measured, {predicted.makespan_us} us predicted")
+    pytest.fail(f"{steps_us} us measured, {predicted.makespan_us} us predicted")
 
 
 def simulated_step(program):

@@ -76,6 +76,7 @@ def test_a_run_prints_its_object_and_leaves_its_files(command, plan, tmp_path):
         "timeline.png",
         "report.json",
         "plan.json",
+        "run.json",
         "adapter",
         "checkpoints",
     }
@@ -88,6 +89,9 @@ def test_a_run_prints_its_object_and_leaves_its_files(command, plan, tmp_path):
 
     code, out, _ = command("--plan", plan, "--backend", "inline", "--steps", 3, "--resume", "--json")
     assert (code, json.loads(out)["steps"]) == (0, 1)
+    other = ("--plan", plan, "--backend", "inline", "--resume", "--steps", 4)
+    refused(command(*other, "--schedule", "stagebreaker"), "has schedule=merged_replay, this one stagebreaker")
+    refused(command(*other, "--dtype", "float32"), "has dtype=bfloat16, this one float32")
     whole = command("--plan", plan, "--backend", "inline", "--steps", 3, "--json", "--out", "whole")
     assert json.loads(whole[1])["adapter_sha256"] == json.loads(out)["adapter_sha256"]
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
@@ -126,9 +130,14 @@ def test_a_run_prints_tables_for_people(command, plan):
         (("--cluster", "one.yaml"), ("the plan needs 2 GPUs, the cluster has 1: missing 1",)),
         (("--backend", "inline", "--device", "tpu"), ("--device 'tpu' must be auto, cpu or cuda",)),
         (("--backend", "inline", "--dtype", "float16"), ("--dtype 'float16' must be auto, float32 or bfloat16",)),
-        (("--backend", "inline", "--out", "plan.json"), ("--out plan.json is a file; give a folder",)),
-        (("--backend", "inline", "--resume"), ("holds no checkpoint; run without --resume",)),
-        (("--backend", "emulated", "--time-scale", "0"), ("--time-scale 0.0 must be above 0",)),
+        (("--backend", "inline", "--out", "plan.json"), ("--out plan.json: ", "plan.json is a file; give a folder")),
+        (("--backend", "inline", "--resume"), ("holds no run; run without --resume",)),
+        (("--backend", "inline", "--time-scale", "1"), ("--time-scale has no meaning with --backend inline",)),
+        (("--backend", "emulated", "--resume"), ("--resume has no meaning with --backend emulated",)),
+        (("--backend", "emulated", "--dtype", "float32"), ("--dtype has no meaning with --backend emulated",)),
+        (("--backend", "emulated", "--time-scale", "0"), ("--time-scale 0 must be between 0.02 and 10",)),
+        (("--backend", "emulated", "--time-scale", "1e-9"), ("a step of 5.000 s would take 0.0 ms here",)),
+        (("--backend", "emulated", "--time-scale", "nan"), ("--time-scale nan must be between",)),
         (("--backend", "inline", "--replay-rewards", "nowhere"), ("nowhere holds no metrics.jsonl",)),
         (("--stepps", "3"), ("No such option", "--help")),
         (("--steps", "many"), ("--help",)),
@@ -161,7 +170,9 @@ def test_an_edited_plan_is_refused(command, plan):
 def kvpo(tmp_path):
     workload = load_workload("kvpo-vrt")
     profile, _ = find_profile(None, workload.name, workload.profile)
-    found = plan_of(workload, place("stagebreaker", 4, 2, vae_moved=3, ref_moved=(2, 1)), profile=profile)
+    found = plan_of(
+        workload, place("stagebreaker", 4, 2, vae_moved=3, ref_moved=(2, 1)), profile=profile, step_us=50_000_000
+    )
     found.save(tmp_path / "kvpo.json")
     return tmp_path / "kvpo.json"
 
@@ -216,11 +227,21 @@ def test_an_emulated_run_takes_any_plan_and_leaves_everything_but_an_adapter(com
     assert (made["backend"], made["adapter_sha256"], made["reward_mean"]) == ("emulated", "", [None])
     assert made["step_us"][0] > made["predicted_step_us"]
     files = {p.name for p in (tmp_path / "run").iterdir()}
-    assert files == {"metrics.jsonl", "timeline.csv", "trace.json", "timeline.png", "report.json", "plan.json"}
+    assert files == {
+        "metrics.jsonl",
+        "timeline.csv",
+        "trace.json",
+        "timeline.png",
+        "report.json",
+        "plan.json",
+        "run.json",
+    }
     code, out, _ = command("compare", "run", "--json")
     assert (code, json.loads(out)["unmatched"]) == (0, [])
     assert {"generate", "ref_replay", "grad_replay"} <= {kind["kind"] for kind in json.loads(out)["kinds"]}
     assert not ray.is_initialized()
+    again = ("--plan", kvpo, "--backend", "emulated", "--steps", 1)
+    refused(command(*again), "--out run holds a run", "give another folder")
 
 
 def test_check_gradients_prints_and_fails(command, monkeypatch):
@@ -240,7 +261,7 @@ def test_check_gradients_prints_and_fails(command, monkeypatch):
     refused(command("check-gradients", "--set", "lora_rnk=3"), "did you mean 'lora_rank'?")
 
     worse = [gradients.Case("worse", dtype, 2e-5, False, 0) for dtype in gradients.TOLERANCE]
-    monkeypatch.setattr(gradients, "check", lambda _: worse)
+    monkeypatch.setattr(gradients, "check", lambda *_: worse)
     code, out, errors = command(*small_check)
     assert (code, json.loads(out)["ok"]) == (1, False)
     assert errors[0].startswith("error: gradients differ by")

@@ -447,3 +447,10 @@ def test_default_profile_is_looked_up_by_name():
     assert (profile.name, origin) == ("provisional-dancegrpo-vrt", "shipped profile provisional-dancegrpo-vrt")
     with pytest.raises(InputError, match="run stagebreaker-profile"):
         command.find_profile(None, "mine", None)
+
+
+def test_version_is_one_line(run):
+    code, out, err = run("--version")
+    assert (code, err) == (0, "")
+    assert out.startswith("stagebreaker 0.")
+    assert len(out.splitlines()) == 1
