@@ -8,7 +8,7 @@ prediction can be laid beside it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -194,15 +194,14 @@ class _Walk:
             state.span_members = [m for n in sorted(state.active) for m in self.index.tasks[n].members]
 
     def _complete(self, n: int) -> None:
-        controls, transfers = self.dispatch.complete(n)
-        self._note_ready(user for user, _, _ in self.index.users[n])
+        ready, transfers = self.dispatch.complete(n)
+        self._note_ready(ready)
         for transfer in transfers:
             source = self.dispatch.lane[transfer.source]
             self.egress[source].append((transfer, now_us() - self.zero))
             if len(self.egress[source]) == 1:
                 self._send(source)
-        self._control(controls)
-        self.dispatch.touched.clear()
+        self._control(ready)
 
     def _send(self, source: int) -> None:
         transfer, _ = self.egress[source][0]
@@ -211,26 +210,28 @@ class _Walk:
         self.backend.send(source, transfer.target, task, transfer.data, transfer.size_bytes, (self._sent, source))
 
     def _sent(self, done: Done, source: int) -> None:
-        transfer, ready = self.egress[source].popleft()
+        transfer, due = self.egress[source].popleft()
         start, end = done.start_us - self.zero, done.end_us - self.zero
-        self.rows.append(transfer_row(self.index, transfer, source, min(ready, start), start, end))
+        self.rows.append(transfer_row(self.index, transfer, source, min(due, start), start, end))
         if self.egress[source]:
             self._send(source)
-        controls = self.dispatch.arrive(transfer)
-        self._note_ready(transfer.users)
-        self._control(controls)
+        ready = self.dispatch.arrive(transfer.users)
+        self._note_ready(ready)
+        self._control(ready)
 
-    def _control(self, controls: list[int]) -> None:
-        for n in controls:
+    def _control(self, ready: Sequence[int]) -> None:
+        """Do what is the controller's own among the tasks that became ready."""
+        for n in ready:
+            if not self.index.control[n]:
+                continue
             task = self.index.tasks[n]
             values = {need.task: self.values.get(need.task) for need in task.needs}
             self.values[task.id] = self.step.control(task, values)
             self._complete(n)
 
-    def _note_ready(self, users: Any) -> None:
-        for user in users:
-            if not self.dispatch.missing[user]:
-                self.ready_us[user] = now_us() - self.zero
+    def _note_ready(self, ready: Sequence[int]) -> None:
+        for n in ready:
+            self.ready_us[n] = now_us() - self.zero
 
     def _row(self, task: Task, lane: int, ready: int, done: Done) -> None:
         where = self.index.graph.lanes[lane]

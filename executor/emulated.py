@@ -20,6 +20,7 @@ from stagebreaker.executor.backends import Done, RayBackend
 from stagebreaker.executor.cluster import now_us
 from stagebreaker.sim.dataflow import Lane, Task
 from stagebreaker.sim.engine import Costs
+from stagebreaker.sim.serving import Service
 
 
 class Emulated(RayBackend):
@@ -34,11 +35,7 @@ class Emulated(RayBackend):
         self._ring = itertools.count()
         self._open = [0] * len(lanes)
         actor = self.ray.remote(_Sleeper).options(num_cpus=0, max_concurrency=1000)
-        curves = [
-            {b: costs.batch_us(b, lane) * time_scale for b in _measured_batches(costs, lane)}
-            for lane in range(len(lanes))
-        ]
-        self._actors = [actor.remote(curve) for curve in curves]
+        self._actors = [actor.remote(costs.service(lane), time_scale) for lane in range(len(lanes))]
         self.ray.get([a.clock_us.remote() for a in self._actors])
         self._calibrate()
 
@@ -48,7 +45,7 @@ class Emulated(RayBackend):
         actor = self._actors[lane]
         if task.kind == "request":
             self._open[lane] += 1
-            self.start(actor.serve.remote(task.id), (lane, token), task, lane)
+            self.start(actor.serve.remote(task.members[0]), (lane, token), task, lane)
             return
         duration_us = self._costs.task_us(task, lane)
         if duration_us or self._open[lane]:
@@ -88,11 +85,10 @@ class Emulated(RayBackend):
 
 
 class _Sleeper:
-    """An emulated GPU: exclusive sleeps, and a judge that serves n requests at 1/t(n) each while nothing else runs."""
+    """An emulated GPU: exclusive sleeps, and a judge that has its GPU while nothing else runs (sim.serving)."""
 
-    def __init__(self, curve_us: dict[int, float]) -> None:
-        self.curve_us = curve_us
-        self.left: dict[str, float] = {}
+    def __init__(self, service: Service, scale: float) -> None:
+        self.service, self.scale = service, scale
         self.ends: dict[str, asyncio.Future[int]] = {}
         self.turn = asyncio.Lock()
         self.exclusive = False
@@ -115,41 +111,35 @@ class _Sleeper:
     async def serve(self, request: str) -> tuple[None, int, int]:
         start = now_us()
         self._judge(start, exclusive=self.exclusive)
-        self.left[request] = 1.0
+        self.service.join(request)
         end = self.ends[request] = asyncio.get_running_loop().create_future()
         self._judge(start, exclusive=self.exclusive)
         return None, start, await end
 
     def _judge(self, until_us: int, *, exclusive: bool) -> None:
         """Book the judge's progress up to an instant; from then on it advances unless the GPU is taken."""
-        while not self.exclusive and self.left and self._due_us() <= until_us:
-            self._advance(self._due_us())
-        if not self.exclusive and self.left:
-            self._advance(until_us)
-        self.since_us, self.exclusive = max(self.since_us, until_us), exclusive
+        while not self.exclusive and (due := self._due_us()) is not None and due <= until_us:
+            self._advance(due)
+        self._advance(max(self.since_us, until_us))
+        self.exclusive = exclusive
         if self.alarm is not None:
             self.alarm.cancel()
             self.alarm = None
-        if self.left and not exclusive:
-            due = self._due_us()
+        due = None if exclusive else self._due_us()
+        if due is not None:
             wait_s = max(0, due - now_us()) / 1e6
-            self.alarm = asyncio.get_running_loop().call_later(wait_s, lambda: self._judge(due, exclusive=False))
+            self.alarm = asyncio.get_running_loop().call_later(wait_s, self._ring, due)
 
-    def _due_us(self) -> int:
-        """When the next request is done if nothing changes."""
-        return self.since_us + math.ceil(min(self.left.values()) * self.curve_us[len(self.left)] - 1e-6)
+    def _ring(self, due_us: int) -> None:
+        self._judge(due_us, exclusive=False)
+
+    def _due_us(self) -> int | None:
+        """When the judge's next change comes if nothing else does."""
+        due = self.service.due_us()
+        return None if due is None else self.since_us + math.ceil(due * self.scale)
 
     def _advance(self, until_us: int) -> None:
-        done = max(0, until_us - self.since_us) / self.curve_us[len(self.left)]
-        self.since_us = max(self.since_us, until_us)
-        self.left = {request: left - done for request, left in self.left.items()}
-        for request in [request for request, left in self.left.items() if left <= 1e-9]:
-            del self.left[request]
-            self.ends.pop(request).set_result(self.since_us)
-
-
-def _measured_batches(costs: Costs, lane: int) -> range:
-    gpu_kind = costs.kinds[lane]
-    if not costs.profile.has("score", gpu_kind):
-        return range(1, 1)
-    return range(1, max(costs.profile.curve_us("score", gpu_kind)) + 1)
+        done = self.service.advance((until_us - self.since_us) / self.scale, paused=self.exclusive)
+        self.since_us = until_us
+        for request in done:
+            self.ends.pop(request).set_result(until_us)

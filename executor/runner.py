@@ -167,7 +167,7 @@ def train(
     """Run on real engines. Raises ``RunFailedError`` with the task, the GPU and how to resume."""
     from stagebreaker.executor.worker import check_executable
 
-    check_executable(program.plan.workload)
+    check_executable(program.plan.workload, program.schedule)
     make = backends.Inline if backend_name == "inline" else backends.RayWorkers
     backend = make(program.plan.workload, program.graph.lanes, program.kinds(), options.device, options.dtype)
     try:

@@ -35,6 +35,7 @@ from stagebreaker.executor.rewards.judges import TinyVlmJudge
 from stagebreaker.executor.rewards.protocol import Request
 from stagebreaker.profiles.document import InputError
 from stagebreaker.sim.dataflow import Task
+from stagebreaker.sim.schedules import SCHEDULES
 from stagebreaker.sim.workload import Workload
 
 LATENT_CHANNELS = 16
@@ -64,7 +65,7 @@ class VersionError(RuntimeError):
     """A task came for an adapter version that is not on this GPU, or arrived damaged."""
 
 
-def check_executable(workload: Workload) -> None:
+def check_executable(workload: Workload, schedule: str | None = None) -> None:
     """Raise ``InputError`` for what the engines do not do yet; a plan of it can still run on the emulated backend."""
     if workload.algorithm != "dancegrpo":
         raise InputError(
@@ -75,6 +76,19 @@ def check_executable(workload: Workload) -> None:
         raise InputError("reward_shape='anchor' has no judge yet; real engines run pointwise and all_pairs")
     if workload.reference_replay:
         raise InputError("reference_replay=true has no loss that uses it yet; real engines run it with false")
+    if workload.failed_rewards:
+        raise InputError(
+            f"failed_rewards={list(workload.failed_rewards)} is a what-if of the planner; leave it out of a run, whose "
+            f"judges say themselves what they cannot score"
+        )
+    if workload.selects:
+        raise InputError(
+            f"train_per_group={workload.train_per_group} is not selected by any engine yet; real engines run "
+            f"{workload.group_size} (group_size), the emulated backend runs any plan"
+        )
+    if schedule is not None and not SCHEDULES[schedule].runs:
+        others = ", ".join(name for name, s in SCHEDULES.items() if s.runs)
+        raise InputError(f"schedule {schedule} is simulated only; run {others}, or any with --backend emulated")
 
 
 class Worker:

@@ -173,11 +173,16 @@ def verify(certificate: Annotated[Path, typer.Argument(help="A certificate.json.
         print_json({"ok": not problems, "problems": problems})
     if problems:
         raise CheckFailedError(f"{certificate}: {'; '.join(problems)}")
-    if not as_json:
-        console().print(
-            f"confirmed: {found.space_size} placements of the stagebreaker schedule, best {seconds(found.step_us)} "
-            f"({placement_line(found.best, found.workload)}), lower bound {seconds(found.lower_bound_us)}"
-        )
+    if as_json:
+        return
+    said = f"confirmed: {found.space_size} placements of the stagebreaker schedule, "
+    if found.best is None or found.step_us is None:
+        console().print(f"{said}none of which fits into memory")
+        return
+    console().print(
+        f"{said}best {seconds(found.step_us)} "
+        f"({placement_line(found.best, found.workload)}), lower bound {seconds(found.lower_bound_us)}"
+    )
 
 
 @app.command()
@@ -188,7 +193,7 @@ def simulate(
     as_json: JsonFlag = False,
 ) -> None:
     """Simulate a plan again; exit 1 if it no longer takes the time it says."""
-    from stagebreaker.placement.report import idle_cells, replay
+    from stagebreaker.placement.report import budget_json, budget_table, budgets_of, idle_cells, replay
     from stagebreaker.sim.export import write_csv
     from stagebreaker.sim.plan import Plan
 
@@ -206,7 +211,9 @@ def simulate(
         lanes = [
             {"gpu": u.lane.name, "busy_us": u.busy_us, "overhead_us": u.overhead_us, "idle_us": u.idle_us} for u in uses
         ]
-        print_json({"schedule": name, "step_us": timeline.makespan_us, "lanes": lanes})
+        memory = [budget_json(budget) for budget in budgets_of(plan, name)]
+        shown = {"schedule": name, "step_us": timeline.makespan_us, "lanes": lanes}
+        print_json(shown | ({"memory": memory} if memory else {}))
         return
     rows = [
         (
@@ -224,17 +231,28 @@ def simulate(
             rows,
         )
     )
+    if held := budgets_of(plan, name):
+        console().print(budget_table(held))
 
 
 @app.command()
-def reproduce(as_json: JsonFlag = False) -> None:
+def reproduce(
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for fig3.png, fig9.png, fig16.png and reproduced.csv.")
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
     """The published results (Figures 3, 9 and 16) beside what the simulator makes of the fitted profiles."""
     from stagebreaker.placement.report import reproduction_table
-    from stagebreaker.placement.reproduce import reproduce as run
+    from stagebreaker.placement.reproduce import rows_of, simulated, write_reproduction
     from stagebreaker.sim.published import all_cases
 
+    if out is not None:
+        check_folder(out)
     with progress("simulating the published settings", len(all_cases())) as tick:
-        rows = run(tick=tick)
+        cases = simulated(tick=tick)
+    rows = rows_of(cases)
+    written = write_reproduction(cases, out) if out is not None else ()
     if as_json:
         print_json(rows)
         return
@@ -247,6 +265,43 @@ def reproduce(as_json: JsonFlag = False) -> None:
     screen.print(
         "colocated and async_reward make one more forward-only pass (old_logprob_source=recompute), which is inferred"
     )
+    if written:
+        screen.print(f"wrote {', '.join(written)} to {out}/")
+
+
+@app.command()
+def extrapolate(
+    out: Annotated[Path, typer.Option(help="Folder for predictions.csv and predictions-<sweep>.png.")] = Path("docs"),
+    as_json: JsonFlag = False,
+) -> None:
+    """Predict speedups beyond the fitted settings: sweeps with the fitted costs scaled by roofline (a minute)."""
+    from stagebreaker.placement.predictions import all_settings, draw, predictions, refused, summary, to_csv
+    from stagebreaker.profiles.document import write_atomic
+
+    check_folder(out)
+    with progress("predicting settings", len(all_settings())) as tick:
+        predicted = predictions(tick)
+    write_atomic(out / "predictions.csv", to_csv(predicted))
+    draw(predicted, out)
+    ranges, skipped = summary(predicted), refused()
+    if as_json:
+        print_json({"ranges": ranges, "refused": [{"setting": str(one), "why": why} for one, why in skipped.items()]})
+        return
+    rows = [
+        (
+            f"{row['sweep']}={row['value']}",
+            str(row["pairs"]),
+            *(f"{row[f'vs_{one}_low']:.2f} to {row[f'vs_{one}_high']:.2f}" for one in ("colocated", "async_reward")),
+        )
+        for row in ranges
+    ]
+    screen = console()
+    title = "stagebreaker, predicted (low to high over pairs)"
+    screen.print(table(title, ("setting", "pairs", "vs colocated", "vs async_reward"), rows))
+    for one, why in skipped.items():
+        screen.print(f"refused: {one}: {why}")
+    screen.print("fitted costs, scaled by roofline: nothing here was measured")
+    screen.print(f"wrote predictions.csv and a figure per sweep to {out}/")
 
 
 @app.command()
@@ -255,7 +310,14 @@ def explain(
     schedule: Annotated[str | None, typer.Option(help="One of the plan's schedules. Default: its best.")] = None,
 ) -> None:
     """Which GPU does what, and why this schedule."""
-    from stagebreaker.placement.report import idle_cells, placement_line, replay
+    from stagebreaker.placement.report import (
+        budget_table,
+        budgets_of,
+        critical_line,
+        idle_cells,
+        placement_line,
+        replay,
+    )
     from stagebreaker.placement.space import SCHEDULE
     from stagebreaker.sim.plan import Plan
 
@@ -286,11 +348,14 @@ def explain(
             rows,
         )
     )
+    if held := budgets_of(plan, name):
+        screen.print(budget_table(held))
     busiest = max(timeline.use(graph), key=lambda u: (u.busy_us, u.lane.name))
     step = plan.schedules[name].step_us
     screen.print(
         f"The step takes {seconds(step)}. {busiest.lane.name} binds: it is busy {share(busiest.busy_us / step)} of it."
     )
+    screen.print(critical_line(timeline, graph))
     if name == plan.best:
         where = "placement of the count space" if name == SCHEDULE else "schedule"
         screen.print(f"No {where} takes less than {seconds(plan.lower_bound_us)}.")

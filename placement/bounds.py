@@ -2,15 +2,21 @@
 
 Each is a pure function of workload, costs and GPU split and states what it relies on; none can exceed the step time of
 a placement in that region, because each drops constraints (queues, transfers, waiting) and keeps only necessary work.
-They assume GPUs of one kind and whole candidates as the unit of training.
+They assume GPUs of one kind and whole candidates as the unit of training. Where rewards select who is trained, only the
+selected count: what is replayed and then dropped is no necessary work. They say nothing about schedules that are not
+eligible (sim.schedules): rollouts that also train, or train another batch, have other chains.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stagebreaker.placement.space import Region
 from stagebreaker.profiles.table import Profile
+from stagebreaker.sim.engine import profiled_us
+from stagebreaker.sim.schedules import owner_of, requests_of
+from stagebreaker.sim.serving import Turn, turns_of
 from stagebreaker.sim.workload import Workload
 
 
@@ -26,31 +32,50 @@ class StepCosts:
         """One task."""
         return self.profile.duration_us(kind, self.gpu_kind)
 
-    @property
-    def requests(self) -> int:
-        """Number of score requests in a step."""
-        w = self.workload
-        return w.groups * w.group_size * (w.group_size - 1) // 2 if w.reward_shape == "all_pairs" else w.candidates
+    def dealt(self, judges: int) -> list[list[str]]:
+        """Score requests of each of ``judges`` judges, by name."""
+        found: list[list[str]] = [[] for _ in range(judges)]
+        for name, videos in requests_of(self.workload):
+            found[owner_of(videos) % judges].append(name)
+        return found
 
-    def score_work_us(self, requests: int, fullest: int, gathered: bool) -> int:
-        """Least judge time for ``requests`` of which no judge gets more than ``fullest``: the best amortised batch."""
+    def score_work_us(self, requests: Sequence[str], fullest: int, gathered: bool) -> int:
+        """Least judge time for ``requests`` of which no judge gets more than ``fullest``: the best amortised batch.
+
+        Token by token: prompts are read one by one, tokens written at the best share of a step.
+        """
         most = 1 if self.profile.serving == "serial" and not gathered else fullest
-        curve = self.profile.curve_us("score", self.gpu_kind)
-        sizes = range(1, min(most, max(curve)) + 1)
-        return int(requests * min(self.profile.duration_us("score", self.gpu_kind, b) / b for b in sizes))
-
-    def fullest_judge(self, rewards: int) -> int:
-        """Most requests that one of ``rewards`` judges gets; a request goes by its first candidate (sim.schedules)."""
-        w = self.workload
-        dealt = [0] * rewards
-        for i in range(w.candidates):
-            dealt[i % rewards] += w.group_size - 1 - i % w.group_size if w.reward_shape == "all_pairs" else 1
-        return max(dealt)
+        if self.profile.verdicts is None:
+            curve = self.profile.curve_us("score", self.gpu_kind)
+            sizes = range(1, min(most, max(curve)) + 1)
+            return int(len(requests) * min(self.profile.duration_us("score", self.gpu_kind, b) / b for b in sizes))
+        most = min(most, self.profile.verdicts.most_active or most, max(self._token_curve))
+        share = min(self.profile.duration_us("judge_step", self.gpu_kind, n) / n for n in range(1, most + 1))
+        return int(sum(turn.read_us + turn.tokens * share for name in requests for turn in self._turns(name)))
 
     @property
     def fastest_score_us(self) -> int:
-        """No verdict comes sooner than the fastest batch."""
-        return min(self.profile.curve_us("score", self.gpu_kind).values())
+        """No verdict comes sooner than the fastest batch, or than the shortest drawn one at the fastest step."""
+        if self.profile.verdicts is None:
+            return min(self.profile.curve_us("score", self.gpu_kind).values())
+        step = min(self._token_curve.values())
+        verdicts = (self._turns(name) for name, _ in requests_of(self.workload))
+        return int(min(sum(t.fetch_us + t.read_us + t.tokens * step for t in turns) for turns in verdicts))
+
+    @property
+    def _token_curve(self) -> dict[int, int]:
+        return self.profile.curve_us("judge_step", self.gpu_kind)
+
+    def _turns(self, request: str) -> tuple[Turn, ...]:
+        return turns_of(self.profile, self.gpu_kind, request)
+
+    @property
+    def grad_replay_us(self) -> int:
+        """One candidate's replay; with a KL to means the cheaper of its two forms, one backward or two."""
+        plain = self.us("grad_replay")
+        if not self.workload.gaussian_kl:
+            return plain
+        return min(plain, profiled_us(self.profile, "grad_replay_kl", self.gpu_kind))
 
     def forward_only_us(self, mini_batch: int) -> tuple[int, int]:
         """Old and reference replay of one candidate; neither needs the other."""
@@ -71,7 +96,7 @@ def critical_path_us(region: Region, c: StepCosts) -> int:
     """
     w = region.workload
     start = c.us("encode_prompt") + c.us("generate")
-    train = max(c.forward_only_us(0)) + c.us("grad_replay")
+    train = max(c.forward_only_us(0)) + c.grad_replay_us
     first = start + max(c.us("vae_decode") + c.fastest_score_us, train)
     return first + _later_mini_batches_us(w, region.actors + region.rewards, c) + c.us("fold") + c.us("update")
 
@@ -91,9 +116,10 @@ def score_end_us(region: Region, c: StepCosts) -> int:
 
     Relies on: requests are dealt to reward GPUs by candidate and each is needed by some update.
     """
-    fullest = c.fullest_judge(region.rewards)
     start = c.us("encode_prompt") + c.us("generate") + c.us("vae_decode")
-    scoring = max(c.score_work_us(fullest, fullest, region.scoring != "on_arrival"), c.fastest_score_us)
+    gathered = region.scoring != "on_arrival"
+    works = (c.score_work_us(names, len(names), gathered) for names in c.dealt(region.rewards) if names)
+    scoring = max(*works, c.fastest_score_us)
     return start + scoring + c.us("fold") + c.us("update")
 
 
@@ -103,7 +129,8 @@ def work_us(region: Region, c: StepCosts) -> int:
     Relies on: the last update runs on one GPU after everything else that is work.
     """
     rollout = c.videos * (c.us("generate") + c.us("vae_decode"))
-    scoring = c.score_work_us(c.requests, c.fullest_judge(region.rewards), region.scoring != "on_arrival")
+    fullest = max(map(len, c.dealt(region.rewards)))
+    scoring = c.score_work_us(c.dealt(1)[0], fullest, region.scoring != "on_arrival")
     total = rollout + scoring + _training_us(region.workload, c)
     return total // (region.actors + region.rewards) + c.us("update")
 
@@ -118,19 +145,19 @@ def mini_batch_chain_us(region: Region, c: StepCosts) -> int:
 
 def _chain_us(w: Workload, gpus: int, c: StepCosts) -> int:
     rollout = c.us("encode_prompt") + c.us("generate")
-    first = max(len(w.mini_batch_members(0)) * c.us("grad_replay") // gpus, c.us("grad_replay"))
+    first = max(len(w.trained_members(0)) * c.grad_replay_us // gpus, c.grad_replay_us)
     return rollout + first + c.us("fold") + c.us("update") + _later_mini_batches_us(w, gpus, c)
 
 
 def _later_mini_batches_us(w: Workload, gpus: int, c: StepCosts) -> int:
-    rounds = (-(-len(w.mini_batch_members(m)) // gpus) for m in range(1, w.mini_batches))
-    return sum(n * c.us("grad_replay") + c.us("update") for n in rounds)
+    rounds = (-(-len(w.trained_members(m)) // gpus) for m in range(1, w.mini_batches))
+    return sum(n * c.grad_replay_us + c.us("update") for n in rounds)
 
 
 def _training_us(w: Workload, c: StepCosts) -> int:
     """All training work but the last update, which nothing can run beside."""
-    each = c.us("grad_replay") + c.us("fold")
-    replays = sum(len(w.mini_batch_members(m)) * (each + sum(c.forward_only_us(m))) for m in range(w.mini_batches))
+    each = c.grad_replay_us + c.us("fold")
+    replays = sum(len(w.trained_members(m)) * (each + sum(c.forward_only_us(m))) for m in range(w.mini_batches))
     return replays + (w.mini_batches - 1) * c.us("update")
 
 
@@ -141,7 +168,8 @@ def any_schedule_us(workload: Workload, gpus: int, c: StepCosts) -> int:
     whole candidates of each later mini-batch in rounds after the first update. One replay per trajectory.
     """
     anywhere = Region(workload, gpus, gpus, "one_batch")
-    judge = c.score_work_us(c.requests, c.requests, gathered=True)
+    (requests,) = c.dealt(1)
+    judge = c.score_work_us(requests, len(requests), gathered=True)
     work = (c.videos * (c.us("generate") + c.us("vae_decode")) + judge + _training_us(workload, c)) // gpus + c.us(
         "update"
     )

@@ -2,7 +2,8 @@
 
 ``verify`` recounts the space by listing it, evaluates the winner and the runner-up with the max-plus recurrence (other
 code than the engine that found them, where nothing is served dynamically), looks for a better placement at random,
-and compares the bounds. It raises no error: it returns the list of what does not match.
+counts again what is over a GPU's memory, and compares the bounds. It raises no error: it returns the list of what does
+not match.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from stagebreaker.placement.space import Region
 from stagebreaker.profiles.document import Document, InputError, Model
 from stagebreaker.profiles.table import Profile
 from stagebreaker.sim.engine import Costs, simulate
+from stagebreaker.sim.memory import Memory
 from stagebreaker.sim.plan import Placement, Scoring
 from stagebreaker.sim.recurrence import recurrence_us
-from stagebreaker.sim.schedules import build
+from stagebreaker.sim.schedules import Assigner, build, build_graph
 from stagebreaker.sim.workload import Cluster, Workload
 
 Count = Annotated[int, Field(ge=0)]
@@ -37,6 +39,16 @@ class CertifiedRegion(Model):
     best: Placement
     step_us: Count
     bounds_us: dict[str, Count]
+    infeasible: Count = 0
+
+
+class LargeRegion(Model):
+    """A GPU split and scoring mode of which no placement fits into memory."""
+
+    actors: Count
+    rewards: Count
+    scoring: Scoring
+    size: Count
 
 
 class Certificate(Document):
@@ -52,12 +64,14 @@ class Certificate(Document):
     evaluated: Count
     pruned: dict[str, Count]
     infeasible: dict[str, Count]
-    best: Placement
-    step_us: Count
+    best: Placement | None
+    """None, as ``step_us``: no placement fits into memory."""
+    step_us: Count | None
     runner_up: Placement | None
     runner_up_step_us: Count | None
     lower_bound_us: Count
     regions: tuple[CertifiedRegion, ...]
+    too_large: tuple[LargeRegion, ...] = ()
 
 
 FORMULA = (
@@ -67,7 +81,7 @@ FORMULA = (
 
 def certify(workload: Workload, cluster: Cluster, profile: Profile, result: SearchResult) -> Certificate:
     """Write down a finished search."""
-    best = result.best
+    best = result.best if result.regions else None
     others = [(r.step_us, r.best.key(), r.best) for r in result.regions if r is not best]
     others += [(r.runner_up[0], r.runner_up[1].key(), r.runner_up[1]) for r in result.regions if r.runner_up]
     second = min(others, key=lambda item: item[:2], default=None)
@@ -81,6 +95,7 @@ def certify(workload: Workload, cluster: Cluster, profile: Profile, result: Sear
             best=r.best,
             step_us=r.step_us,
             bounds_us=r.bounds,
+            infeasible=r.infeasible,
         )
         for r in result.regions
     )
@@ -93,13 +108,19 @@ def certify(workload: Workload, cluster: Cluster, profile: Profile, result: Sear
         simulated=result.simulated,
         evaluated=0,
         pruned={},
-        infeasible={},
-        best=best.best,
-        step_us=best.step_us,
+        infeasible={"memory": result.infeasible} if result.infeasible else {},
+        best=best.best if best else None,
+        step_us=best.step_us if best else None,
         runner_up=second[2] if second else None,
         runner_up_step_us=second[0] if second else None,
         lower_bound_us=result.lower_bound_us,
         regions=regions,
+        too_large=tuple(
+            LargeRegion(actors=a, rewards=b, scoring=mode, size=size)
+            for a, b, mode, size in (
+                (r.region.actors, r.region.rewards, r.region.scoring, r.region.size) for r in result.too_large
+            )
+        ),
     )
 
 
@@ -110,17 +131,27 @@ def verify(certificate: Certificate, samples: int = 50) -> list[str]:
     accounted = c.simulated + c.evaluated + sum(c.pruned.values()) + sum(c.infeasible.values())
     if accounted != c.space_size:
         problems.append(f"space_size={c.space_size} but {accounted} placements are accounted for")
-    if sum(r.size for r in c.regions) != c.space_size:
-        problems.append(f"space_size={c.space_size} but the regions add up to {sum(r.size for r in c.regions)}")
+    everything: list[CertifiedRegion | LargeRegion] = [*c.regions, *c.too_large]
+    size, over = (
+        sum(r.size for r in everything),
+        sum(r.infeasible for r in c.regions) + sum(r.size for r in c.too_large),
+    )
+    if size != c.space_size:
+        problems.append(f"space_size={c.space_size} but the regions add up to {size}")
+    if over != sum(c.infeasible.values()) or set(c.infeasible) - {"memory"}:
+        problems.append(f"infeasible={c.infeasible} but over the regions {over} placements are over a GPU's memory")
     if sum(r.simulated for r in c.regions) != c.simulated:
         problems.append(f"simulated={c.simulated} but the regions add up to {sum(r.simulated for r in c.regions)}")
-    if not c.regions or len({(r.actors, r.rewards, r.scoring) for r in c.regions}) != len(c.regions):
+    if not everything or len({(r.actors, r.rewards, r.scoring) for r in everything}) != len(everything):
         return [*problems, "the regions must be at least one, and each another"]
-    for region in c.regions:
+    for region in everything:
         try:
             problems += _verify_region(c, region, samples)
         except InputError as error:  # a region or placement that this workload and cluster do not have
             problems.append(f"{_region_name(region)}: {error}")
+    if not c.regions:
+        empty = (c.best, c.step_us, c.runner_up, c.runner_up_step_us, c.lower_bound_us) == (None, None, None, None, 0)
+        return problems + ([] if empty else ["no region has a placement that fits, but there is a best"])
     return problems + _verify_winner(c)
 
 
@@ -131,14 +162,16 @@ def _verify_winner(c: Certificate) -> list[str]:
     bound_us = min(max(r.bounds_us.values(), default=0) for r in c.regions)
     if c.step_us != first.step_us:
         problems.append(f"step_us={c.step_us} is not the least of the regions' ({first.step_us})")
+    if c.step_us is None or c.best is None:
+        return [*problems, f"best is missing, the best of the regions is {_short(first.best)}"]
     if c.best != first.best:
         problems.append(f"best is {_short(c.best)}, the best of the regions is {_short(first.best)}")
     if c.lower_bound_us != bound_us:
         problems.append(f"lower_bound_us={c.lower_bound_us} but the regions' bounds give {bound_us}")
     if c.lower_bound_us > c.step_us:
         problems.append(f"lower_bound_us={c.lower_bound_us} is above step_us={c.step_us}")
-    if (c.runner_up is None) != (c.runner_up_step_us is None) or (c.runner_up is None) != (c.space_size == 1):
-        problems.append("runner_up and runner_up_step_us must both be there, unless the space has one placement")
+    if (c.runner_up is None) != (c.runner_up_step_us is None) or (c.runner_up is None) != (c.simulated == 1):
+        problems.append("runner_up and runner_up_step_us must both be there, unless one placement was simulated")
     elif c.runner_up is not None and c.runner_up_step_us is not None:
         if (c.runner_up_step_us, c.runner_up.key()) <= (c.step_us, c.best.key()):
             problems.append(f"runner_up {_short(c.runner_up)} comes before best {_short(c.best)}")
@@ -151,6 +184,10 @@ def _verify_claim(c: Certificate, placement: Placement, claimed_us: int) -> list
         found = evaluate(c, placement)
     except InputError as error:
         return [f"placement {_short(placement)}: {error}"]
+    graph, assignment = build(c.workload, placement)
+    budget = Memory(c.workload, graph, c.profile, c.cluster).worst(assignment)
+    if budget is not None:
+        return [f"placement {_short(placement)} does not fit: {budget.short()}"]
     if found != claimed_us:
         return [f"placement {_short(placement)} takes {found} us, the certificate says {claimed_us}"]
     return []
@@ -164,25 +201,52 @@ def evaluate(c: Certificate, placement: Placement) -> int:
     return recurrence_us(graph, assignment, Costs(graph, c.profile, c.cluster, c.workload.trained_steps))
 
 
-def _verify_region(c: Certificate, claimed: CertifiedRegion, samples: int) -> list[str]:
+def _verify_region(c: Certificate, claimed: CertifiedRegion | LargeRegion, samples: int) -> list[str]:
     a, r, gpus = claimed.actors, claimed.rewards, len(c.cluster.gpus)
+    name = _region_name(claimed)
     if a < 1 or r < 1 or a + r > gpus:
-        return [f"{_region_name(claimed)}: no split of {gpus} GPUs into actors and reward GPUs"]
+        return [f"{name}: no split of {gpus} GPUs into actors and reward GPUs"]
     region = Region(c.workload, a, r, claimed.scoring)
     listed = list(region.placements())
-    name = _region_name(claimed)
+    fitting = _fitting(c, region, listed)
     problems = []
-    if claimed.best not in listed:
-        problems.append(f"{name}: best {_short(claimed.best)} is not a placement of this region")
-    else:
-        problems += _verify_claim(c, claimed.best, claimed.step_us)
     if len(listed) != claimed.size:
         problems.append(f"{name}: size={claimed.size} but listing it gives {len(listed)}")
+    if isinstance(claimed, LargeRegion):
+        return problems + ([f"{name}: {len(fitting)} placements fit into memory"] if fitting else [])
+    if len(listed) - len(fitting) != claimed.infeasible:
+        problems.append(
+            f"{name}: infeasible={claimed.infeasible} but {len(listed) - len(fitting)} are over a GPU's memory"
+        )
+    if len(fitting) != claimed.simulated:
+        problems.append(f"{name}: simulated={claimed.simulated} but {len(fitting)} placements fit into memory")
+    if claimed.best not in fitting:
+        problems.append(
+            f"{name}: best {_short(claimed.best)} is over a GPU's memory"
+            if claimed.best in listed
+            else f"{name}: best {_short(claimed.best)} is not a placement of this region"
+        )
+    else:
+        problems += _verify_claim(c, claimed.best, claimed.step_us)
+    return problems + _verify_bounds(c, region, claimed, fitting, samples)
+
+
+def _fitting(c: Certificate, region: Region, listed: list[Placement]) -> list[Placement]:
+    """The placements that are over no GPU's memory."""
+    graph = build_graph(c.workload, region.base())
+    memory, assign = Memory(c.workload, graph, c.profile, c.cluster), Assigner(c.workload, region.base(), graph)
+    return [p for p in listed if memory.worst(assign(p)) is None] if memory.limited else listed
+
+
+def _verify_bounds(
+    c: Certificate, region: Region, claimed: CertifiedRegion, fitting: list[Placement], samples: int
+) -> list[str]:
+    """The bounds again, and placements drawn at random: none is faster than the best or the bounds."""
+    name, problems = _region_name(claimed), []
     bounds = region_bound(region, StepCosts(c.workload, c.profile, c.cluster.gpus[0].kind))
     if bounds != claimed.bounds_us:
         problems.append(f"{name}: the bounds are {bounds}, the certificate says {claimed.bounds_us}")
-    drawn = random.Random(c.workload.seed).sample(listed, min(samples, len(listed)))
-    for placement in drawn:
+    for placement in random.Random(c.workload.seed).sample(fitting, min(samples, len(fitting))):
         found = evaluate(c, placement)
         if found < claimed.step_us:
             problems.append(
@@ -193,7 +257,7 @@ def _verify_region(c: Certificate, claimed: CertifiedRegion, samples: int) -> li
     return problems
 
 
-def _region_name(r: CertifiedRegion) -> str:
+def _region_name(r: CertifiedRegion | LargeRegion) -> str:
     return f"{r.actors}+{r.rewards} {r.scoring}"
 
 

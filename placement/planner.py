@@ -2,7 +2,9 @@
 
 It simulates every other schedule at each GPU split, searches the count space, and compares all at the split of the
 winner, so that a gain is stated over the best schedule a user could have without reward-asynchronous training.
-The plan's best schedule is the fastest of all, ours or not; on a tie, the one that is not ours.
+The plan's best schedule is the fastest of all, ours or not; on a tie, the one that is not ours. A schedule that does
+not fit into memory, that only the simulator can do (``lean``) or that is other mathematics (``one_step_off``) is shown
+and never best.
 """
 
 from __future__ import annotations
@@ -13,11 +15,13 @@ from stagebreaker.placement.bounds import StepCosts, any_schedule_us
 from stagebreaker.placement.certificate import Certificate, certify
 from stagebreaker.placement.search import Progress, SearchResult, check_space, probe_scoring, quiet, search
 from stagebreaker.placement.space import SCHEDULE, Space
+from stagebreaker.profiles.document import InputError
 from stagebreaker.profiles.table import Profile
 from stagebreaker.sim.dataflow import StepGraph
 from stagebreaker.sim.engine import simulate
+from stagebreaker.sim.memory import Budget, Memory
 from stagebreaker.sim.plan import Placement, Plan, ScheduledPlan, Scoring
-from stagebreaker.sim.schedules import SCHEDULES, build
+from stagebreaker.sim.schedules import SCHEDULES, build, why_not
 from stagebreaker.sim.timeline import Timeline
 from stagebreaker.sim.workload import Cluster, Workload
 
@@ -34,7 +38,9 @@ class ScheduleSummary:
     actor_utilisation: float | None
     reward_utilisation: float | None
     gap: float | None
-    """Step time over the bound for any schedule, less 1."""
+    """Step time over the bound for any schedule, less 1; None for schedules that it says nothing about."""
+    off_policy: bool
+    """It trains what an older adapter rolled out: its speedups are over other mathematics."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +53,11 @@ class Planned:
     timelines: dict[str, Timeline]
     graphs: dict[str, StepGraph]
     summary: dict[str, ScheduleSummary]
-    best_baseline: str
+    best_baseline: str | None
+    """None: none of the others fits into memory."""
     any_schedule_bound_us: int
+    unfit: dict[str, Budget]
+    """Schedules that do not fit at the plan's split: the GPU that lacks most."""
 
 
 def make_plan(
@@ -59,7 +68,8 @@ def make_plan(
     scoring: tuple[Scoring, ...] | None = None,
     progress: Progress = quiet,
 ) -> Planned:
-    """Find the best placement and compare every schedule with it. ``InputError`` before the search, not after it.
+    """Find the best placement and compare every schedule with it. ``InputError`` before the search, not after it,
+    unless nothing fits into memory: no placement and, at the split, no other schedule.
 
     Without ``scoring`` the one mode is searched that looks best on a coarse grid (``search.probe_scoring``).
     """
@@ -68,27 +78,40 @@ def make_plan(
     check_space(cluster, Space.of(workload, gpus, split, scoring or ("one_batch",)))
     space = Space.of(workload, gpus, split, scoring or (probe_scoring(workload, cluster, profile, gpus, split),))
     splits = [(a, gpus - a) for a in range(1, gpus)]
-    others = {n: _best_split(n, splits, workload, cluster, profile) for n in SCHEDULES if n != SCHEDULE}
+    names = [n for n in SCHEDULES if why_not(n, workload) is None]
+    tried = {n: _best_split(n, splits, workload, cluster, profile) for n in names if n != SCHEDULE}
+    others = {n: found for n, found in tried.items() if found is not None}
     result = search(workload, cluster, profile, space, progress)
-    best_split = {SCHEDULE: result.best.step_us, **{n: step for n, (step, _) in others.items()}}
+    best_split = {SCHEDULE: result.best.step_us} if result.regions else {}
+    best_split |= {n: step for n, (step, _) in others.items()}
+    if not any(SCHEDULES[n].eligible for n in best_split):
+        raise InputError(result.nothing_fits())
     winner = _fastest(best_split)
-    placements = {SCHEDULE: result.best.best}
-    own = others[winner][1] if not (split or winner == SCHEDULE or SCHEDULES[winner].everywhere) else result.best.best
-    timelines, graphs, scheduled = {}, {}, {}
-    for name in SCHEDULES:
+    ours = result.best.best if result.regions else result.nearest.nearest
+    placements = {SCHEDULE: ours}
+    own = others[winner][1] if not (split or winner == SCHEDULE or SCHEDULES[winner].everywhere) else ours
+    timelines, graphs, scheduled, unfit = {}, {}, {}, {}
+    for name in names:
         placements.setdefault(name, _at_split(name, own.actors, own.rewards))
         graph, assignment = build(workload, placements[name])
         timeline = simulate(graph, assignment, profile, cluster, workload.trained_steps)
         timelines[name], graphs[name] = timeline, graph
+        budget = Memory(workload, graph, profile, cluster).worst(assignment)
+        if budget is not None:
+            unfit[name] = budget
         scheduled[name] = ScheduledPlan(
             placement=placements[name],
             step_us=timeline.makespan_us,
             lane_of=dict(assignment.lane_of),
             order=dict(assignment.order),
-            best_split_step_us=best_split[name],
+            best_split_step_us=best_split.get(name),
         )
-    best = _fastest({n: item.step_us for n, item in scheduled.items()})
-    baseline = _fastest({n: step for n, step in best_split.items() if not SCHEDULES[n].ours})
+    fitting = {n: item.step_us for n, item in scheduled.items() if n not in unfit and SCHEDULES[n].eligible}
+    if not fitting:
+        raise InputError(result.nothing_fits())
+    best = _fastest(fitting)
+    theirs = {n: step for n, step in best_split.items() if SCHEDULES[n].eligible and not SCHEDULES[n].ours}
+    baseline = _fastest(theirs) if theirs else None
     anything = any_schedule_us(workload, gpus, StepCosts(workload, profile, cluster.gpus[0].kind))
     plan = Plan(
         best=best,
@@ -100,9 +123,9 @@ def make_plan(
         profile_sha256=profile.digest(),
         schedules=scheduled,
     )
-    summary = _summaries(scheduled, timelines, graphs, best_split[baseline], anything)
+    summary = _summaries(scheduled, timelines, graphs, best_split[baseline] if baseline else None, anything)
     certificate = certify(workload, cluster, profile, result)
-    return Planned(plan, certificate, result, timelines, graphs, summary, baseline, anything)
+    return Planned(plan, certificate, result, timelines, graphs, summary, baseline, anything, unfit)
 
 
 def _at_split(name: str, actors: int, rewards: int) -> Placement:
@@ -110,33 +133,39 @@ def _at_split(name: str, actors: int, rewards: int) -> Placement:
 
 
 def _fastest(steps_us: dict[str, int]) -> str:
-    """The schedule with the least step time; on a tie one that is not ours, one that replays once, the first listed."""
-    order = list(SCHEDULES)
-    return min(steps_us, key=lambda n: (steps_us[n], SCHEDULES[n].ours, not SCHEDULES[n].merged, order.index(n)))
+    """The fastest eligible schedule; on a tie one that is not ours, one that replays once, the first listed."""
+    order = [name for name, s in SCHEDULES.items() if s.eligible]
+    eligible = [name for name in steps_us if name in order]
+    return min(eligible, key=lambda n: (steps_us[n], SCHEDULES[n].ours, not SCHEDULES[n].merged, order.index(n)))
 
 
 def _best_split(
     name: str, splits: list[tuple[int, int]], workload: Workload, cluster: Cluster, profile: Profile
-) -> tuple[int, Placement]:
-    """(step time in us, placement) of a schedule at the split that suits it best; all are alike to ``everywhere``."""
+) -> tuple[int, Placement] | None:
+    """(step time in us, placement) of a schedule at the split that suits it best; all are alike to ``everywhere``.
+
+    None if it fits into memory at no split.
+    """
     steps = []
     for actors, rewards in splits[-1:] if SCHEDULES[name].everywhere else splits:
         placement = _at_split(name, actors, rewards)
         graph, assignment = build(workload, placement)
+        if Memory(workload, graph, profile, cluster).worst(assignment) is not None:
+            continue
         steps.append((simulate(graph, assignment, profile, cluster, workload.trained_steps).makespan_us, placement))
-    return min(steps, key=lambda item: (item[0], item[1].key()))
+    return min(steps, key=lambda item: (item[0], item[1].key()), default=None)
 
 
-def _over(reference_us: int, step_us: int) -> float | None:
-    """Speedup; None for a step of no length."""
-    return reference_us / step_us if step_us else None
+def _over(reference_us: int | None, step_us: int) -> float | None:
+    """Speedup; None for a step of no length, or over nothing."""
+    return reference_us / step_us if step_us and reference_us is not None else None
 
 
 def _summaries(
     scheduled: dict[str, ScheduledPlan],
     timelines: dict[str, Timeline],
     graphs: dict[str, StepGraph],
-    baseline_us: int,
+    baseline_us: int | None,
     bound_us: int,
 ) -> dict[str, ScheduleSummary]:
     colocated, async_reward = scheduled["colocated"].step_us, scheduled["async_reward"].step_us
@@ -149,7 +178,8 @@ def _summaries(
             speedup_vs_best_baseline=_over(baseline_us, item.step_us),
             actor_utilisation=timelines[name].utilisation("actor", graphs[name]),
             reward_utilisation=timelines[name].utilisation("reward", graphs[name]),
-            gap=item.step_us / bound_us - 1 if bound_us else None,
+            gap=item.step_us / bound_us - 1 if bound_us and SCHEDULES[name].eligible else None,
+            off_policy=SCHEDULES[name].off_policy,
         )
         for name, item in scheduled.items()
     }

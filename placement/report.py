@@ -13,10 +13,12 @@ from stagebreaker.placement.planner import Planned
 from stagebreaker.placement.space import SCHEDULE
 from stagebreaker.profiles.cli import check_folder, console, ratio, seconds, share, table
 from stagebreaker.profiles.document import InputError, nearest
+from stagebreaker.sim.critical import by_kind, critical_path
 from stagebreaker.sim.dataflow import StepGraph
 from stagebreaker.sim.engine import simulate
+from stagebreaker.sim.memory import Budget, budgets, gigabytes
 from stagebreaker.sim.plan import Placement, Plan
-from stagebreaker.sim.schedules import SCHEDULES, build
+from stagebreaker.sim.schedules import SCHEDULES, build, why_not
 from stagebreaker.sim.timeline import Timeline
 from stagebreaker.sim.workload import Workload
 
@@ -33,7 +35,8 @@ def write_outputs(planned: Planned, out: Path) -> None:
     planned.certificate.save(out / "certificate.json")
     write_csv(planned.timelines[best], out / "timeline.csv")
     write_trace(out / "trace.json", {"predicted": planned.timelines[best]}, planned.graphs[best])
-    shown = list(dict.fromkeys(["colocated", "async_reward", planned.best_baseline, "merged_replay", "stagebreaker"]))
+    baseline = [planned.best_baseline] if planned.best_baseline else []
+    shown = list(dict.fromkeys(["colocated", "async_reward", *baseline, "merged_replay", "stagebreaker"]))
     axes = gantts({name: planned.timelines[name] for name in shown}, planned.graphs)
     save_figure(axes[0].figure, out / "timeline.png")
 
@@ -42,13 +45,17 @@ def report(planned: Planned, elapsed_s: float) -> dict[str, Any]:
     """The object ``--json`` prints."""
     plan, best = planned.plan, planned.plan.schedules[planned.plan.best]
     p, certificate = best.placement, planned.certificate
+    unfit = {name: budget_json(budget) for name, budget in planned.unfit.items()}
     return {
+        **({"unfit": unfit} if unfit else {}),
         "schedules": {name: asdict(row) for name, row in planned.summary.items()},
         "best": {
             "schedule": plan.best,
             "step_us": best.step_us,
             "speedup_vs_best_baseline": planned.summary[plan.best].speedup_vs_best_baseline,
             "best_baseline": planned.best_baseline,
+            "videos_per_s": videos_per_s(plan.workload, best.step_us),
+            "videos_per_gpu_s": videos_per_s(plan.workload, best.step_us) / len(plan.cluster.gpus),
             "actors": p.actors,
             "rewards": p.rewards,
             "scoring": p.scoring,
@@ -78,7 +85,7 @@ def show(planned: Planned, origin: str, out: Path, elapsed_s: float) -> None:
         "step",
         "best split",
         "vs colocated",
-        "vs async_reward",
+        "vs async reward",
         "vs best other",
         "actors",
         "rewards",
@@ -86,9 +93,9 @@ def show(planned: Planned, origin: str, out: Path, elapsed_s: float) -> None:
     )
     rows = [
         (
-            f"{'>' if name == plan.best else ' '} {name}{'*' if SCHEDULES[name].ours else ''}",
-            seconds(s.step_us),
-            seconds(s.best_split_step_us),
+            f"{'>' if name == plan.best else ' '} {name}{'*' if SCHEDULES[name].ours else ''}{_label(name)}",
+            "does not fit" if name in planned.unfit else seconds(s.step_us),
+            "does not fit" if plan.schedules[name].best_split_step_us is None else seconds(s.best_split_step_us),
             ratio(s.speedup_vs_colocated),
             ratio(s.speedup_vs_async_reward),
             ratio(s.speedup_vs_best_baseline),
@@ -105,21 +112,59 @@ def show(planned: Planned, origin: str, out: Path, elapsed_s: float) -> None:
     best = plan.schedules[plan.best]
     bound, c = plan.lower_bound_us, planned.certificate
     screen.print("best split: the schedule at the GPU split that suits it best; actors, rewards: busy share")
-    screen.print(f"* ours, needs training before the scores are in; best other: {planned.best_baseline}")
+    screen.print(f"* ours, needs training before the scores are in; best other: {planned.best_baseline or 'none fits'}")
+    for remark in _remarks(plan):
+        screen.print(remark)
+    for name, budget in planned.unfit.items():
+        screen.print(f"{name} does not fit into memory at this split: {budget.short()}", soft_wrap=True)
     screen.print(f"over bound: any schedule of these tasks takes at least {seconds(planned.any_schedule_bound_us)}")
     screen.print(f"best: {plan.best}, {placement_line(best.placement, plan.workload)}")
     gain = ratio(planned.summary[plan.best].speedup_vs_best_baseline)
-    if SCHEDULES[plan.best].ours:
+    if SCHEDULES[plan.best].ours and planned.best_baseline is None:
+        what = "no schedule that is not ours fits into memory"
+    elif SCHEDULES[plan.best].ours:
         what = f"{gain} over {planned.best_baseline}, the best schedule that is not ours"
     else:
         what = f"no benefit from training before the scores are in; {SCHEDULE} would take "
         what += seconds(plan.schedules[SCHEDULE].step_us)
+        what = f"{SCHEDULE} does not fit into memory" if SCHEDULE in planned.unfit else what
     screen.print(f"step {seconds(best.step_us)}: {what}")
+    rate = videos_per_s(plan.workload, best.step_us)
+    screen.print(f"{rate:.4g} videos/s, {rate / gpus:.4g} per GPU")
     where = "any placement of the count space" if plan.best == SCHEDULE else "any schedule"
     gap = 100 * (best.step_us / max(bound, 1) - 1)
     screen.print(f"{where} takes at least {seconds(bound)}: this one is {gap:.1f} % above")
-    screen.print(f"count space: {c.space_size} placements by formula, {c.simulated} simulated, in {elapsed_s:.1f} s")
+    over = sum(c.infeasible.values())
+    large = f", {over} over a GPU's memory" if over else ""
+    screen.print(
+        f"count space: {c.space_size} placements by formula, {c.simulated} simulated{large}, in {elapsed_s:.1f} s"
+    )
     screen.print(f"wrote plan.json, certificate.json, timeline.csv, trace.json, timeline.png to {out}/")
+
+
+def _label(name: str) -> str:
+    """What a reader of the table must know of a schedule that is never the best."""
+    if SCHEDULES[name].eligible:
+        return ""
+    return "\n    off-policy" if SCHEDULES[name].off_policy else " (simulated)"
+
+
+def _remarks(plan: Plan) -> list[str]:
+    """Why a schedule is never the best, or not in the table."""
+    remarks = []
+    for name, schedule in SCHEDULES.items():
+        if (problem := why_not(name, plan.workload)) is not None:
+            remarks.append(f"not shown: {problem}")
+        elif schedule.off_policy:
+            remarks.append(f"{name} trains what an older adapter rolled out: its speedup is over other mathematics")
+        elif not schedule.runs:
+            remarks.append(f"{name} is simulated only: no real engine runs it, so it is never the best")
+    return remarks
+
+
+def videos_per_s(workload: Workload, step_us: int) -> float:
+    """Candidates rolled out per second of a step."""
+    return workload.candidates * 1e6 / max(1, step_us)
 
 
 def placement_line(p: Placement, workload: Workload) -> str:
@@ -159,6 +204,55 @@ def reproduction_table(rows: Sequence[Mapping[str, str | float | bool]]) -> Tabl
         for row in rows
     ]
     return table("published results", ("row", "published", "reproduced", "error", "in fit", "ok"), cells)
+
+
+def budgets_of(plan: Plan, name: str) -> tuple[Budget, ...]:
+    """What each GPU holds at most under one schedule of a plan; none if its profile knows no memory."""
+    graph, assignment = build(plan.workload, plan.schedules[name].placement)
+    return budgets(plan.workload, graph, assignment, plan.profile, plan.cluster)
+
+
+def budget_table(found: Sequence[Budget]) -> Table:
+    """Every budget line by line; lanes with the same lines share them."""
+    alike: dict[tuple[object, ...], list[Budget]] = {}
+    for budget in found:
+        alike.setdefault((budget.phase, budget.capacity_bytes, budget.lines), []).append(budget)
+    rows = []
+    for same in alike.values():
+        budget = same[0]
+        rows += [
+            (", ".join(b.lane for b in same) if n == 0 else "", line.name, gigabytes(line.size_bytes), line.why)
+            for n, line in enumerate(budget.lines)
+        ]
+        of = f"of {gigabytes(budget.capacity_bytes)}" if budget.capacity_bytes else "capacity not known"
+        phase = f"; while the {budget.phase} is in" if budget.phase else ""
+        verdict = "" if budget.fits else f", DOES NOT FIT by {gigabytes(budget.over_bytes)}"
+        rows.append(("", "total", gigabytes(budget.total_bytes), f"{of}{verdict}{phase}"))
+    made = table("memory per GPU, at most", ("GPU", "what", "size", "why"), rows)
+    made.columns[1].justify = made.columns[3].justify = "left"
+    return made
+
+
+def budget_json(budget: Budget) -> dict[str, Any]:
+    """One budget for machines."""
+    return {
+        "gpu": budget.lane,
+        "phase": budget.phase,
+        "total_bytes": budget.total_bytes,
+        "capacity_bytes": budget.capacity_bytes,
+        "fits": budget.fits,
+        "lines": [line._asdict() for line in budget.lines],
+    }
+
+
+def critical_line(timeline: Timeline, graph: StepGraph) -> str:
+    """The critical path by kind of task, from half a percent of the step on."""
+    kinds = by_kind(critical_path(timeline, graph))
+    whole = max(timeline.makespan_us, 1)
+    named = {kind: us for kind, us in kinds.items() if 200 * us >= whole}
+    rest = sum(kinds.values()) - sum(named.values())
+    text = ", ".join(f"{kind} {share(us / whole)}" for kind, us in named.items())
+    return f"Critical path: {text}" + (f", other {seconds(rest)}." if rest else ".")
 
 
 def idle_cells(idle_us: dict[str, int]) -> tuple[str, str]:

@@ -122,6 +122,10 @@ def predict(
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Override a workload field: key=value (repeatable).")
     ] = None,
+    sigma: Annotated[
+        float | None,
+        typer.Option(help="Describe the judge token by token, verdict lengths log-normal with this spread (0: none)."),
+    ] = None,
     out: Annotated[Path, typer.Option(help="Where the profile goes.")] = Path("profile.json"),
     as_json: JsonFlag = False,
 ) -> None:
@@ -150,6 +154,7 @@ def predict(
         settings=w.cost_settings(),
         value_steps=w.denoise_steps if w.algorithm == "kvpo" else None,
         window_frames=w.window_frames,
+        sigma=sigma,
     )
     predicted.save(out)
     if as_json:

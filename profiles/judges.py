@@ -60,6 +60,15 @@ class Vlm(Dimensions):
         return BF16 * (self.body_parameters + self.head_parameters)
 
     @property
+    def weight_bytes(self) -> int:
+        """All weights: body, output layer, input embedding of the same size, vision tower."""
+        return self.step_weight_bytes + BF16 * (self.head_parameters + self.vit.parameters)
+
+    def activation_bytes(self, tokens: int) -> int:
+        """bf16 activations of one block over a prompt."""
+        return BF16 * tokens * (4 * self.dim + 3 * self.ffn)
+
+    @property
     def kv_bytes_per_token(self) -> int:
         """Keys and values of one token in every layer."""
         return 2 * BF16 * self.layers * self.kv_heads * self.head_dim
@@ -100,6 +109,15 @@ class Judge(Dimensions):
     def prompt_tokens(self, turn: Round, height: int, width: int) -> int:
         """Tokens of the prompt of a turn."""
         return self.text_tokens + turn.shown_frames * self.vlm.vit.image_tokens(height, width)
+
+    def longest_prompt(self, height: int, width: int) -> int:
+        """Tokens of the turn that shows most."""
+        return max(self.prompt_tokens(turn, height, width) for turn in self.rounds)
+
+    def request_bytes(self, tokens: int, height: int, width: int) -> int:
+        """Keys and values of one request whose verdict has ``tokens`` tokens, at the end of its longest turn."""
+        written = -(-tokens // len(self.rounds))
+        return (self.longest_prompt(height, width) + written) * self.vlm.kv_bytes_per_token
 
 
 QWEN25_VL_7B = Vlm(

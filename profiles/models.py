@@ -144,6 +144,21 @@ def activation_bytes(dit: Dit, tokens: int) -> int:
     return BF16 * dit.layers * tokens * (16 * dit.dim + 2 * dit.ffn)
 
 
+def block_activation_bytes(dit: Dit, tokens: int) -> int:
+    """bf16 activations of one block: what a forward needs at once when nothing is kept for a backward."""
+    return activation_bytes(dit, tokens) // dit.layers
+
+
+def grad_activation_bytes(dit: Dit, tokens: int, cached_tokens: int, *, checkpointing: bool = False) -> int:
+    """What one grad forward keeps for its backward: activations, and keys and values joined with the cached ones.
+
+    With checkpointing, every block's input and one block's own.
+    """
+    joined = (tokens + cached_tokens) * dit.kv_bytes_per_token
+    kept = activation_bytes(dit, tokens) + joined
+    return BF16 * dit.layers * tokens * dit.dim + kept // dit.layers if checkpointing else kept
+
+
 def forward_bytes(dit: Dit, tokens: int, cached_tokens: int) -> int:
     """Memory traffic of one forward: weights and cache read, activations written and read again."""
     cache = (tokens + cached_tokens) * dit.kv_bytes_per_token
@@ -152,16 +167,32 @@ def forward_bytes(dit: Dit, tokens: int, cached_tokens: int) -> int:
 
 @dataclass(frozen=True)
 class Vae(Dimensions):
-    """A causal video VAE: FLOPs of decoding the first and each later latent frame at 480x832; they grow with pixels."""
+    """A causal video VAE: FLOPs of decoding the first and each later latent frame at 480x832; they grow with pixels.
+
+    ``decoder_dim`` channels at full resolution, of which a position covers ``patch`` x ``patch`` pixels; twice as many
+    at a quarter of the positions, and so on.
+    """
 
     stride: int
     channels: int
     first_flop: int
     later_flop: int
+    parameters: int
+    decoder_dim: int
+    patch: int = 1
 
     def decode_flop(self, latent_frames: int, height: int, width: int) -> int:
         """FLOPs of decoding one video."""
         return (self.first_flop + self.later_flop * (latent_frames - 1)) * height * width // (480 * 832)
+
+    def decode_bytes(self, height: int, width: int) -> int:
+        """Memory of decoding one latent frame after the other: bf16 states of the convolutions and what one makes.
+
+        Every level caches 2 frames before each of 7 convolutions, over the three widest levels 1 + 1/2 + 1/4 of the
+        first's; a residual block at full resolution holds 3 tensors of the 4 frames a latent frame becomes.
+        """
+        frame = BF16 * self.decoder_dim * height * width // self.patch**2
+        return 2 * 7 * frame * 7 // 4 + 3 * 4 * frame
 
 
 @dataclass(frozen=True)
@@ -312,16 +343,37 @@ class Encoder(Dimensions):
         """Weights of the blocks."""
         return self.layers * (4 * self.dim**2 + self.ffn_matrices * self.dim * self.ffn)
 
+    def activation_bytes(self, tokens: int) -> int:
+        """bf16 activations of one block over one sequence."""
+        return BF16 * tokens * (4 * self.dim + self.ffn_matrices * self.ffn)
+
     def encode_flop(self, tokens: int) -> int:
         """FLOPs over one sequence of ``tokens``."""
         return 2 * self.parameters * tokens + 4 * self.layers * self.dim * tokens**2
 
 
-WAN21_VAE = Vae(stride=8, channels=16, first_flop=4_350_000_000_000, later_flop=13_550_000_000_000)
-WAN22_VAE = Vae(stride=16, channels=48, first_flop=9_100_000_000_000, later_flop=29_400_000_000_000)
+WAN21_VAE = Vae(
+    stride=8,
+    channels=16,
+    first_flop=4_350_000_000_000,
+    later_flop=13_550_000_000_000,
+    parameters=127_000_000,
+    decoder_dim=96,
+)
+WAN22_VAE = Vae(
+    stride=16,
+    channels=48,
+    first_flop=9_100_000_000_000,
+    later_flop=29_400_000_000_000,
+    parameters=705_000_000,
+    decoder_dim=256,
+    patch=2,
+)
 WAN_1_3B = Dit(layers=30, dim=1536, heads=12, head_dim=128, ffn=8960)
 WAN_5B = Dit(layers=30, dim=3072, heads=24, head_dim=128, ffn=14336)
 UMT5_XXL = Encoder(layers=24, dim=4096, ffn=10240, ffn_matrices=3)
+UMT5_VOCABULARY = 256_384
+"""Rows of the text encoder's embedding table: no FLOPs, but 2.1 GB."""
 
 _MODELS = (
     VideoModel("wan2.1-1.3b-self-forcing", WAN_1_3B, WAN21_VAE, window_frames=21),

@@ -22,18 +22,30 @@ from stagebreaker.profiles.models import (
     FP32,
     TEXT_DIM,
     TEXT_TOKENS,
+    UMT5_VOCABULARY,
     UMT5_XXL,
     Clip,
     Lora,
     Passes,
     VideoModel,
+    block_activation_bytes,
     context_refresh,
     forward_bytes,
+    grad_activation_bytes,
     grad_replay,
     replay,
     rollout,
 )
-from stagebreaker.profiles.table import DATA_KINDS, TASK_KINDS, GpuKind, LinkCost, Profile, TaskCost
+from stagebreaker.profiles.table import (
+    DATA_KINDS,
+    TASK_KINDS,
+    GpuKind,
+    JudgeTurn,
+    LinkCost,
+    Profile,
+    TaskCost,
+    Verdicts,
+)
 
 ETA_DIT = 0.525
 """Share of dense bf16 peak of an eager DiT on a card of about 250 TFLOP/s: the middle of the estimate 0.45 to 0.6."""
@@ -142,9 +154,8 @@ def token_step_s(hardware: Hardware, judge: Judge, requests: int, context_tokens
 
 def most_requests(hardware: Hardware, judge: Judge, tokens: int, height: int, width: int) -> int:
     """How many verdicts of ``tokens`` tokens fit into memory at once."""
-    longest = max(judge.prompt_tokens(turn, height, width) for turn in judge.rounds)
     room = SERVING_MEMORY * hardware.memory_bytes.value - judge.vlm.step_weight_bytes
-    found = int(room // ((longest + -(-tokens // len(judge.rounds))) * judge.vlm.kv_bytes_per_token))
+    found = int(room // judge.request_bytes(tokens, height, width))
     if found < 1:
         raise InputError(
             f"judge {judge.name} and one verdict of {tokens} tokens do not fit into the "
@@ -239,6 +250,36 @@ class _Work:
             "frames": self.clip.frames_bytes,
             "gradient": adapter,
             "adapter": adapter,
+            "reference": self.trained_steps * self.clip.latents_bytes,
+        }
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Bytes of every memory kind: adapter, its gradients and moments in fp32, all else in bf16.
+
+        Left out: the policy's keys and values of the text (94 MB for 1.3B), what a framework and its allocator add.
+        """
+        clip, judge, dit = self.clip, self.judge, self.clip.model.dit
+        adapter = FP32 * self.lora.parameters(dit)
+        forward = block_activation_bytes(dit, clip.chunk_tokens)
+        cached = clip.cached_tokens(clip.chunks - 1)
+        return {
+            "policy_weights": BF16 * dit.parameters,
+            "adapter": adapter,
+            "kv_cache": clip.kv_cache_bytes(),
+            "gradient_buffer": adapter,
+            "optimizer": 2 * adapter,
+            "vae_weights": BF16 * clip.model.vae.parameters,
+            "text_encoder_weights": BF16 * (UMT5_XXL.parameters + UMT5_VOCABULARY * TEXT_DIM),
+            "judge_weights": judge.vlm.weight_bytes,
+            "judge_reserve": judge.request_bytes(self.judge_tokens, clip.height, clip.width),
+            "encode_prompt_activations": UMT5_XXL.activation_bytes(TEXT_TOKENS),
+            "generate_activations": forward,
+            "replay_activations": forward,
+            "grad_replay_activations": grad_activation_bytes(
+                dit, clip.chunk_tokens, cached, checkpointing=self.checkpointing
+            ),
+            "vae_decode_activations": clip.model.vae.decode_bytes(clip.height, clip.width),
+            "score_activations": judge.vlm.activation_bytes(judge.longest_prompt(clip.height, clip.width)),
         }
 
 
@@ -261,11 +302,13 @@ def predicted_profile(
     value_steps: int | None = None,
     window_frames: int | None = None,
     checkpointing: bool = False,
+    sigma: float | None = None,
 ) -> Profile:
     """A profile of every task kind on one kind of GPU, from dimensions alone; ``resolution`` is HxW in pixels.
 
     ``value_steps``: denoising steps whose log-probability the loss needs, if more than are trained (KVPO: all).
-    ``window_frames``: the attention window, if not the model's own. Raises ``InputError`` for what cannot be.
+    ``window_frames``: the attention window, if not the model's own. ``sigma``: with it the judge is described token by
+    token, its verdicts' lengths spread that much (log-normal). Raises ``InputError`` for what cannot be.
     """
     if window_frames is not None:
         model = replace(model, window_frames=window_frames)
@@ -289,6 +332,10 @@ def predicted_profile(
     for batch in SCORE_BATCHES:
         seconds = verdict_s(hardware, judge, batch, judge_tokens, height, width)
         tasks.append(_cost(hardware, "score", batch, seconds))
+    verdicts = None
+    if sigma is not None:
+        verdicts = predicted_verdicts(hardware, judge, judge_tokens, height, width, sigma)
+        tasks += _verdict_costs(hardware, judge, verdicts, height, width)
     return Profile(
         name=name,
         provenance="predicted",
@@ -300,7 +347,41 @@ def predicted_profile(
         link=LinkCost(latency_us=LINK_LATENCY_US, bytes_per_s=hardware.link_bytes_per_s.value),
         sizes_bytes={kind: sizes[kind] for kind in DATA_KINDS},
         tasks=tuple(tasks),
+        memory_bytes=work.memory_bytes(),
+        verdicts=verdicts,
     )
+
+
+def predicted_verdicts(
+    hardware: Hardware, judge: Judge, tokens: int, height: int, width: int, sigma: float
+) -> Verdicts:
+    """A judge's turns; a verdict of ``tokens`` tokens is spread over them evenly and at most four times as long."""
+    if not 0 <= sigma <= 3:
+        raise InputError(f"sigma={sigma} must be in 0..3; 0.35 is a usual spread of verdict lengths")
+    each = max(1, tokens // len(judge.rounds))
+    return Verdicts(
+        turns=tuple(
+            JudgeTurn(frames=turn.encoded_frames, prompt_tokens=judge.prompt_tokens(turn, height, width))
+            for turn in judge.rounds
+        ),
+        tokens_per_turn=each,
+        sigma=sigma,
+        max_tokens=4 * each,
+        most_active=most_requests(hardware, judge, tokens, height, width),
+    )
+
+
+def _verdict_costs(hardware: Hardware, judge: Judge, verdicts: Verdicts, height: int, width: int) -> list[TaskCost]:
+    """``JUDGE_KINDS``; a step's context is the mean over the turns, each half written."""
+    rate = hardware.peak_flops.value * ETA_PREFILL
+    prompts = [turn.prompt_tokens for turn in verdicts.turns]
+    context = sum(prompts) / len(prompts) + verdicts.tokens_per_turn / 2
+    costs = [_cost(hardware, "judge_encode", 1, judge.vlm.vit.image_flop(height, width) / rate)]
+    for tokens in sorted(set(prompts)):
+        costs.append(_cost(hardware, "judge_prefill", tokens, judge.vlm.prefill_flop(tokens) / rate))
+    for batch in SCORE_BATCHES:
+        costs.append(_cost(hardware, "judge_step", batch, token_step_s(hardware, judge, batch, context)))
+    return costs
 
 
 def _cost(hardware: Hardware, kind: str, batch: int, seconds: float) -> TaskCost:

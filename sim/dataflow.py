@@ -28,6 +28,11 @@ POLICY_KINDS = ("generate", "old_replay", "ref_replay", "loss_replay", "grad_rep
 """Kinds that need the policy and therefore the adapter."""
 
 
+GRADIENT_VECTORS = {"gradient": 1, "sign_gradients": 2, "gradient_and_kl": 2, "sign_gradients_and_kl": 3}
+"""Data kinds of a replay's result -> vectors of the adapter's length in it: g, or g+ and g-, and the KL part, which the
+advantage does not scale, so that it cannot be added to them before that is known."""
+
+
 @dataclass(frozen=True, slots=True)
 class Need:
     """One incoming edge: the task it comes from and the data kind it carries (None: order or a few scalars)."""
@@ -38,7 +43,10 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One node. ``steps`` (denoising steps) and ``chunks`` are set where a replay covers only a part."""
+    """One node. ``steps`` (denoising steps) and ``chunks`` are set where a replay covers only a part.
+
+    ``cost_kind``: the profile's kind it is priced as, where that is not its own (``profiles.table.DERIVED_KINDS``).
+    """
 
     id: str
     kind: str
@@ -50,6 +58,7 @@ class Task:
     chunks: tuple[int, ...] | None = None
     members: tuple[str, ...] = ()
     pinned: str | None = None
+    cost_kind: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

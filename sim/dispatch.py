@@ -13,7 +13,14 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from stagebreaker.profiles.table import Profile, Serving
-from stagebreaker.sim.dataflow import CONTROL_KINDS, POLICY_KINDS, REQUEST, Assignment, StepGraph
+from stagebreaker.sim.dataflow import (
+    CONTROL_KINDS,
+    GRADIENT_VECTORS,
+    POLICY_KINDS,
+    REQUEST,
+    Assignment,
+    StepGraph,
+)
 
 CONTROL = -1
 
@@ -96,8 +103,9 @@ class GraphIndex:
 
 
 def data_bytes(profile: Profile, data: str) -> int:
-    """Bytes of one object of a data kind; g+ and g- together are two gradients."""
-    return 2 * profile.size_bytes("gradient") if data == "sign_gradients" else profile.size_bytes(data)
+    """Bytes of one object of a data kind; g+ and g- together are two gradients, with a KL part three."""
+    vectors = GRADIENT_VECTORS.get(data)
+    return vectors * profile.size_bytes("gradient") if vectors else profile.size_bytes(data)
 
 
 class Dispatch:
@@ -120,8 +128,6 @@ class Dispatch:
         for n, is_request in enumerate(index.request):
             if is_request:
                 self.open_requests[self.lane[n]] += 1
-        self.touched: list[int] = []
-        """Lanes where something became ready; the interpreter empties it."""
         self.serves = [count > 0 for count in self.open_requests]
         used = [False] * len(lanes)
         for n, lane_number in enumerate(self.lane):
@@ -141,39 +147,33 @@ class Dispatch:
         raise ValueError(f"task {index.tasks[odd].id} must have a lane and stand in that lane's queue once")
 
     def begin(self) -> list[int]:
-        """Control tasks that are ready before anything has run (none in a sensible graph)."""
-        ready: list[int] = []
+        """Tasks that are ready before anything has run."""
         for n in self.index.roots:
-            self._ready(n, ready)
-        return ready
-
-    def _ready(self, n: int, controls: list[int]) -> None:
-        if self.index.control[n]:
-            controls.append(n)
-            return
-        lane = self.lane[n]
-        self.touched.append(lane)
-        if self.index.request[n]:
-            self.waiting[lane].append(n)
+            if self.index.request[n]:
+                self.waiting[self.lane[n]].append(n)
+        return self.index.roots
 
     def complete(self, n: int) -> tuple[list[int], tuple[Transfer, ...]]:
-        """Task ``n`` is done: (control tasks now ready, transfers now due in the order of their egress)."""
+        """Task ``n`` is done: (tasks now ready, transfers now due in the order of their egress)."""
+        route = self.finish(n)
+        return self.arrive(route.at_once), route.transfers
+
+    def finish(self, n: int) -> Route:
+        """Task ``n`` is done; the caller sees to it that its results arrive."""
         self.done[n] = True
-        route = self.index.route(n, self.lane, self.policy_lanes)
-        return self._arrived(route.at_once), route.transfers
+        return self.index.route(n, self.lane, self.policy_lanes)
 
-    def arrive(self, transfer: Transfer) -> list[int]:
-        """A transfer has reached its lane: control tasks now ready."""
-        return self._arrived(transfer.users)
-
-    def _arrived(self, users: tuple[int, ...]) -> list[int]:
-        controls: list[int] = []
+    def arrive(self, users: Sequence[int]) -> list[int]:
+        """One more input of each user is there: tasks now ready. Requests among them wait for their judge."""
+        ready = []
         missing = self.missing
         for user in users:
             missing[user] -= 1
             if not missing[user]:
-                self._ready(user, controls)
-        return controls
+                ready.append(user)
+                if self.index.request[user]:
+                    self.waiting[self.lane[user]].append(user)
+        return ready
 
     def next_task(self, lane: int) -> int | None:
         """Head of the lane's queue if it may start now. Take it with ``take_task``."""

@@ -8,17 +8,18 @@ drained before a judge looks at what waits, so the result does not depend on the
 
 from __future__ import annotations
 
-import math
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
+from functools import partial
 from typing import Any
 
 import simpy
 from simpy.events import Timeout
 
 from stagebreaker.profiles.document import InputError
-from stagebreaker.profiles.table import LinkCost, Profile
+from stagebreaker.profiles.table import DERIVED_KINDS, LinkCost, Profile
 from stagebreaker.sim.dataflow import REQUEST, Assignment, StepGraph, Task
 from stagebreaker.sim.dispatch import CONTROL, Dispatch, GraphIndex, Transfer
+from stagebreaker.sim.serving import CurveService, Lazy, Service, TokenService, serve_all_us, turns_of
 from stagebreaker.sim.timeline import Row, Timeline
 from stagebreaker.sim.workload import Cluster
 
@@ -29,6 +30,19 @@ _LAST = 2
 
 class DeadlockError(RuntimeError):
     """The step cannot finish. The message names the waiting tasks and their missing inputs."""
+
+
+def profiled_us(profile: Profile, kind: str, gpu_kind: str, batch: int = 1) -> int:
+    """Duration in us of a kind; ``DERIVED_KINDS`` that the profile lacks are made of their parts.
+
+    A backward is grad_replay less its forward (loss_replay). ``generate_train`` adds one to generate, whose forward
+    passes it shares; ``grad_replay_kl`` adds a second one to grad_replay, seeded by a Gaussian KL at the means.
+    """
+    if kind not in DERIVED_KINDS or profile.has(kind, gpu_kind):
+        return profile.duration_us(kind, gpu_kind, batch)
+    whole, forward = (profile.duration_us(part, gpu_kind) for part in ("grad_replay", "loss_replay"))
+    base = profile.duration_us("generate", gpu_kind) if kind == "generate_train" else whole
+    return base + max(0, whole - forward)
 
 
 class Costs:
@@ -44,17 +58,24 @@ class Costs:
         self.kinds = [cluster.gpus[lane.index].kind for lane in graph.lanes]
         self.link: LinkCost = profile.link
         self.serving = profile.serving
+        self._curves = [Lazy(partial(self._lookup, "score", kind, steps=0)) for kind in self.kinds]
+        self._steps = [Lazy(partial(self._lookup, "judge_step", kind, steps=0)) for kind in self.kinds]
+        self._turns = [Lazy(partial(turns_of, profile, kind)) for kind in self.kinds]
+        self._batches: dict[tuple[str, tuple[str, ...]], int] = {}
         self._tasks: dict[tuple[str, tuple[int, ...] | None, int], int] = {}
         self._transfers: dict[int, int] = {}
         self._cache: dict[tuple[str, str, int, int], int] = {}
 
     def task_us(self, task: Task, lane: int) -> int:
         """Duration of one exclusive task on a lane."""
+        if task.kind == "score":
+            return self.batch_us(task.members, lane)
         key = (task.id, task.steps, lane)
         found = self._tasks.get(key)
         if found is None:
-            batch, steps = max(1, len(task.members)), len(task.steps or ())
-            found = self._tasks[key] = self._lookup(task.kind, self.kinds[lane], batch, steps)
+            kind, batch = task.cost_kind or task.kind, max(1, len(task.members))
+            found = self._lookup(kind, self.kinds[lane], batch, steps=len(task.steps or ()))
+            self._tasks[key] = found
         return found
 
     def transfer_us(self, size_bytes: int) -> int:
@@ -64,14 +85,26 @@ class Costs:
             found = self._transfers[size_bytes] = self.link.duration_us(size_bytes)
         return found
 
-    def batch_us(self, size: int, lane: int) -> int:
-        """t(b): one scoring batch of ``size`` requests."""
-        return self._lookup("score", self.kinds[lane], size, 0)
+    def batch_us(self, requests: Sequence[str], lane: int) -> int:
+        """t(b): the requests as one batch that nothing joins."""
+        if self.profile.verdicts is None:
+            return self._lookup("score", self.kinds[lane], max(1, len(requests)), steps=0)
+        key = (self.kinds[lane], tuple(sorted(requests)))
+        if key not in self._batches:
+            self._batches[key] = serve_all_us(self.service(lane), requests)
+        return self._batches[key]
 
-    def _lookup(self, kind: str, gpu_kind: str, batch: int, steps: int) -> int:
+    def service(self, lane: int) -> Service:
+        """An engine for the lane's judge, with nothing to do yet."""
+        verdicts = self.profile.verdicts
+        if verdicts is None:
+            return CurveService(self._curves[lane])
+        return TokenService(self._turns[lane], self._steps[lane], verdicts.most_active)
+
+    def _lookup(self, kind: str, gpu_kind: str, batch: int, *, steps: int) -> int:
         key = (kind, gpu_kind, batch, steps)
         if key not in self._cache:
-            whole = self.profile.duration_us(kind, gpu_kind, batch)
+            whole = profiled_us(self.profile, kind, gpu_kind, batch)
             if steps and steps != self.trained_steps:  # a part pays the context rebuild and its share of the rest
                 rebuild = self.profile.duration_us("context_rebuild", gpu_kind)
                 whole = rebuild + max(0, whole - rebuild) * steps // self.trained_steps
@@ -104,12 +137,13 @@ class _Run:
         self.egress_free = [0] * len(index.graph.lanes)
         self.wake: list[simpy.Event | None] = [None] * len(index.graph.lanes)
         self.available_us = [0] * len(index.tasks)
-        """When the last transfer to a task of a plain lane arrives."""
-        self.last_arrival_us = 0
-        self.ready_us = [0] * len(index.tasks) if record else []
+        """When the last input so far of each task arrives."""
         self.batches = [0] * len(index.graph.lanes)
         self.end_us = 0
         self.rows: list[Row] = []
+        self.judges = any(self.dispatch.serves)
+        self.told_late = [lane != CONTROL and self.dispatch.serves[lane] for lane in self.dispatch.lane]
+        """Tasks on lanes with a judge, which looks at what has arrived by now."""
 
     @property
     def now_us(self) -> int:
@@ -118,51 +152,62 @@ class _Run:
 
     def go(self) -> int:
         """Run to the end; the step time in us."""
-        self._control(self.dispatch.begin())
+        for n in self.dispatch.begin():
+            if self.index.control[n]:
+                self._complete(n, 0)
         for lane in range(len(self.egress_free)):
             self.env.process(self._serving(lane) if self.dispatch.serves[lane] else self._plain(lane))
         self.env.run()
         if not all(self.dispatch.finished(lane) for lane in range(len(self.egress_free))):
             raise DeadlockError("; ".join(self.dispatch.blocked()))
-        return max(self.end_us, self.last_arrival_us)
+        return self.end_us
 
     # -- lanes -------------------------------------------------------------------------------------------------
 
     def _plain(self, lane: int) -> Process:
-        """A lane without a judge: its queue in order. Waiting for an arrival and the task itself are one event."""
-        dispatch, costs, tasks = self.dispatch, self.costs, self.index.tasks
+        """A lane without a judge: its queue in order.
+
+        What happens on it is certain as soon as the inputs are, so it runs ahead of the clock and sleeps only where a
+        task lacks an input; a judge, which decides by what has arrived, is told of its results when they are due.
+        """
+        dispatch, tasks, task_us = self.dispatch, self.index.tasks, self.costs.task_us
+        missing, available_us, end = dispatch.missing, self.available_us, 0
         for n in dispatch.queue[lane]:
-            while dispatch.missing[n]:
+            while missing[n]:
                 yield self._sleep(lane)
             dispatch.take_task(lane)
-            now = self.now_us
-            start = max(now, self.available_us[n])
-            end = start + costs.task_us(tasks[n], lane)
-            if end > now:
-                yield Timeout(self.env, end - now)
+            start = available_us[n]
+            if end > start:
+                start = end
+            end = start + task_us(tasks[n], lane)
             if self.record:
-                self._row(tasks[n], lane, self.ready_us[n], start)
-            self._complete(n)
+                self._row(tasks[n], lane, available_us[n], start, end)
+            self._complete(n, end)
 
     def _serving(self, lane: int) -> Process:
         """A lane with a judge: decodes first, then what waits, as the serving mode says."""
-        active: dict[int, float] = {}
+        service = self.costs.service(lane)
+        active: dict[str, int] = {}
         joined_us: dict[int, int] = {}
         while not self.dispatch.finished(lane):
             yield self._drained()
             task = self.dispatch.next_task(lane)
             if task is not None:
+                start = self.now_us
                 yield from self._exclusive(task, lane)
+                service.advance(self.now_us - start, paused=True)
                 continue
             admitted = self.dispatch.take_requests(lane, self.costs.serving)
             if self.costs.serving != "continuous" and admitted:
                 yield from self._batch(admitted, lane)
                 continue
             for n in admitted:
-                active[n] = 1.0
+                request = self.index.tasks[n].members[0]
+                service.join(request)
+                active[request] = n
                 joined_us[n] = self.now_us
             if active:
-                yield from self._advance(active, joined_us, lane)
+                yield from self._advance(service, active, joined_us, lane)
             else:
                 yield self._sleep(lane)
 
@@ -173,39 +218,37 @@ class _Run:
         if duration:
             yield self.env.timeout(duration)
         if self.record:
-            self._row(self.index.tasks[n], lane, self.ready_us[n], start)
-        self._complete(n)
+            self._row(self.index.tasks[n], lane, self.available_us[n], start, self.now_us)
+        self._complete(n, self.now_us)
 
     def _batch(self, requests: list[int], lane: int) -> Process:
         """Serial and dynamic serving: the admitted requests run as one batch."""
         start = self.now_us
-        yield self.env.timeout(self.costs.batch_us(len(requests), lane))
+        names = [self.index.tasks[n].members[0] for n in requests]
+        yield self.env.timeout(self.costs.batch_us(names, lane))
         self._served(requests, lane, start, dict.fromkeys(requests, start))
         for n in requests:
             self.dispatch.request_done(lane)
-            self._complete(n)
+            self._complete(n, self.now_us)
 
-    def _advance(self, active: dict[int, float], joined_us: dict[int, int], lane: int) -> Process:
-        """Continuous serving until the next request is done or something else happens on this lane."""
+    def _advance(self, service: Service, active: dict[str, int], joined_us: dict[int, int], lane: int) -> Process:
+        """Continuous serving until the judge's next change or until something else happens on this lane."""
         start = self.now_us
-        per_request = self.costs.batch_us(len(active), lane)
-        due = math.ceil(min(active.values()) * per_request - 1e-6)
+        due = service.due_us()
+        assert due is not None  # something is active
         changed = self._sleep(lane)
         Timeout(self.env, due).callbacks.append(lambda _: self._wake(changed))
         yield changed
         self.wake[lane] = None
         elapsed = self.now_us - start
-        members = list(active)
-        done = [n for n, left in active.items() if left * per_request - elapsed <= 1e-6]
-        for n in members:
-            active[n] -= elapsed / per_request if per_request else 1.0
+        members = list(active.values())
+        done = [active.pop(request) for request in service.advance(elapsed)]
         if elapsed or done:
             self._served(members, lane, start, {n: joined_us[n] for n in done})
-        for n in done:
-            del active[n]
+        for _ in done:
             self.dispatch.request_done(lane)
         for n in done:
-            self._complete(n)
+            self._complete(n, self.now_us)
 
     # -- events ------------------------------------------------------------------------------------------------
 
@@ -220,73 +263,59 @@ class _Run:
         self.env.schedule(event, priority=_LAST)  # type: ignore[arg-type]
         return event
 
-    def _rouse(self) -> None:
-        """Wake the sleeping lanes that can start something that became ready."""
-        dispatch, touched = self.dispatch, self.dispatch.touched
-        for lane in touched:
-            event = self.wake[lane]
-            if event is not None and (dispatch.waiting[lane] or dispatch.next_task(lane) is not None):
-                self.wake[lane] = None
-                self._wake(event)
-        touched.clear()
-
     @staticmethod
     def _wake(event: simpy.Event) -> None:
         if not event.triggered:
             event.succeed()
 
-    def _complete(self, n: int) -> None:
-        self.end_us = self.now_us
-        controls, transfers = self.dispatch.complete(n)
-        if self.record:
-            self._note_ready(user for user, _, _ in self.index.users[n])
-        for transfer in transfers:
-            self._send(transfer)
-        if controls:
-            self._control(controls)
-        self._rouse()
+    def _complete(self, n: int, at_us: int) -> None:
+        """Task ``n`` ends at ``at_us``, now or on a lane that runs ahead."""
+        if at_us > self.end_us:
+            self.end_us = at_us
+        route = self.dispatch.finish(n)
+        if route.at_once:
+            self._deliver(route.at_once, at_us)
+        for transfer in route.transfers:
+            self._send(transfer, at_us)
 
-    def _control(self, controls: list[int]) -> None:
-        for n in controls:
-            self._complete(n)
-
-    def _send(self, transfer: Transfer) -> None:
+    def _send(self, transfer: Transfer, at_us: int) -> None:
         """Queue a transfer on its lane's link, behind those before it."""
-        lane, now = self.dispatch.lane[transfer.source], self.now_us
-        start = max(now, self.egress_free[lane])
-        end = start + self.costs.transfer_us(transfer.size_bytes)
-        self.egress_free[lane] = end
+        lane = self.dispatch.lane[transfer.source]
+        start = max(at_us, self.egress_free[lane])
+        end = self.egress_free[lane] = start + self.costs.transfer_us(transfer.size_bytes)
         if self.record:
-            self.rows.append(transfer_row(self.index, transfer, lane, now, start, end))
-        if end > self.last_arrival_us:
-            self.last_arrival_us = end
-        if self.dispatch.serves[transfer.target]:  # a judge decides by what has arrived
-            event = Timeout(self.env, end - now)
-            event.callbacks.append(lambda _: self._receive(transfer))
-        else:  # a queue in fixed order only needs to know when
-            for user in transfer.users:
-                if end > self.available_us[user]:
-                    self.available_us[user] = end
-            self._receive(transfer)
+            self.rows.append(transfer_row(self.index, transfer, lane, at_us, start, end))
+        if end > self.end_us:
+            self.end_us = end
+        self._deliver(transfer.users, end)
 
-    def _receive(self, transfer: Transfer) -> None:
-        controls = self.dispatch.arrive(transfer)
-        if self.record:
-            self._note_ready(transfer.users)
-        if controls:
-            self._control(controls)
-        self._rouse()
+    def _deliver(self, users: tuple[int, ...], at_us: int) -> None:
+        """An input of each user arrives at ``at_us``: judges learn of it then, all others may know before."""
+        dispatch, available_us = self.dispatch, self.available_us
+        if self.judges and at_us > self.now_us:
+            later = tuple(user for user in users if self.told_late[user])
+            if later:
+                event = Timeout(self.env, at_us - self.now_us)
+                event.callbacks.append(lambda _: self._deliver(later, at_us))
+                users = tuple(user for user in users if not self.told_late[user])
+        for user in users:
+            if at_us > available_us[user]:
+                available_us[user] = at_us
+        for n in dispatch.arrive(users):
+            lane = dispatch.lane[n]
+            if lane == CONTROL:
+                self._complete(n, available_us[n])
+                continue
+            asleep = self.wake[lane]
+            if asleep is not None and (dispatch.waiting[lane] or dispatch.next_task(lane) is not None):
+                self.wake[lane] = None
+                self._wake(asleep)
 
     # -- rows --------------------------------------------------------------------------------------------------
 
-    def _note_ready(self, users: Any) -> None:
-        for user in users:
-            if not self.dispatch.missing[user]:
-                self.ready_us[user] = max(self.now_us, self.available_us[user])
-
-    def _row(self, task: Task, lane: int, ready: int, start: int) -> None:
+    def _row(self, task: Task, lane: int, ready: int, start: int, end: int) -> None:
         where = self.index.graph.lanes[lane]
-        self.rows.append(task_row(task, where.name, where.role, ready, start, self.now_us))
+        self.rows.append(task_row(task, where.name, where.role, ready, start, end))
 
     def _served(self, members: list[int], lane: int, start: int, done: dict[int, int]) -> None:
         """The judge's busy span, joined to the one before if the judge never stopped, and finished requests."""
@@ -298,7 +327,7 @@ class _Run:
             (r for r in reversed(self.rows) if r.gpu == where.name and r.kind not in (REQUEST, "transfer")),
             None,
         )
-        ready = min(self.ready_us[n] for n in members)
+        ready = min(self.available_us[n] for n in members)
         if last is not None and last.kind == "score" and last.end_us == start and self.costs.serving == "continuous":
             self.rows.remove(last)
             names = sorted(
@@ -311,7 +340,7 @@ class _Run:
         self.rows.append(task_row(batch, where.name, where.role, ready, start, self.now_us))
         for n, joined in done.items():
             self.rows.append(
-                task_row(self.index.tasks[n], where.name, where.role, self.ready_us[n], joined, self.now_us)
+                task_row(self.index.tasks[n], where.name, where.role, self.available_us[n], joined, self.now_us)
             )
 
 
@@ -363,4 +392,14 @@ def _ranges(numbers: tuple[int, ...] | None) -> str:
     return "" if numbers is None else " ".join(str(n) for n in numbers)
 
 
-__all__ = ["CONTROL", "Costs", "DeadlockError", "in_order", "simulate", "step_us", "task_row", "transfer_row"]
+__all__ = [
+    "CONTROL",
+    "Costs",
+    "DeadlockError",
+    "in_order",
+    "profiled_us",
+    "simulate",
+    "step_us",
+    "task_row",
+    "transfer_row",
+]

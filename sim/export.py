@@ -1,9 +1,9 @@
 """Timelines as files: CSV or parquet for tables, Chrome trace JSON for https://ui.perfetto.dev.
 
 In a trace every timeline is a process and every GPU a thread, in the order of the lanes; the requests that a
-judge serves side by side lie on threads of their own beneath their GPU, links come last. Data that crosses
-lanes is drawn as two arrows, from the task that made it to its transfer and from there to each task that uses
-it. Equal timelines give equal bytes. Times are integer microseconds, the trace format's own unit; a trace
+judge serves side by side lie on threads of their own beneath their GPU, links come last. Every dependency is
+an arrow; where data crosses lanes it is two, from the task that made it to its transfer and from there to each task
+that uses it. Equal timelines give equal bytes. Times are integer microseconds, the trace format's own unit; a trace
 does not know what idle time was spent on.
 """
 
@@ -20,12 +20,9 @@ import pandas as pd
 
 from stagebreaker.profiles.document import InputError, write_atomic
 from stagebreaker.sim.dataflow import REQUEST, StepGraph
-from stagebreaker.sim.timeline import COLUMNS, Row, Timeline
+from stagebreaker.sim.timeline import COLUMNS, LINK_KINDS, LINK_PREFIX, Row, Timeline, Waits
 
 Event = dict[str, Any]
-
-LINK_KINDS = ("transfer", "sync")
-LINK_PREFIX = "link:"
 
 _INTEGERS = ("ready_us", "start_us", "end_us")
 _OPTIONAL = ("candidate", "mini_batch")
@@ -194,42 +191,32 @@ def _span(row: Row, pid: int, tid: int) -> Event:
 
 
 def _arrows(timeline: Timeline, graph: StepGraph) -> list[tuple[Row, Row]]:
-    """(giver, taker) pairs: maker -> transfer, and transfer -> each user on the lane it reaches.
+    """(giver, taker) pairs, one for every dependency; where the controller gathers many, the last of them.
 
     Spans of no length (a fold that costs nothing) get no arrow: a viewer has nothing to tie it to.
     """
-    rows = {row.task: row for row in timeline.rows if row.kind not in LINK_KINDS}
-    users: dict[tuple[str, str], list[str]] = {}
-    for task in graph.tasks:
-        for need in task.needs:
-            if need.data is not None:
-                users.setdefault((need.task, need.data), []).append(task.id)
-    for row in timeline.rows:  # a request without a row of its own: the first batch that served it
-        for member in row.members.split() if row.kind == "score" else ():
-            rows.setdefault(f"{REQUEST}:{member}", row)
-    arrows: list[tuple[Row, Row]] = []
-    links = [row for row in timeline.rows if row.kind in LINK_KINDS]
-    for row in sorted(links, key=lambda r: (r.start_us, r.gpu, r.task)):
-        source, data, target = link_ends(row.task)
-        if source in rows:
-            arrows.append((rows[source], row))
-        takers = (rows.get(user) for user in users.get((source, data), ()))
-        arrows += [(row, taker) for taker in takers if taker is not None and taker.gpu == target]
-    return [arrow for arrow in arrows if all(row.end_us > row.start_us for row in arrow)]
-
-
-def link_ends(task: str) -> tuple[str, str, str]:
-    """(source task, data kind, target lane) of a link row: ``transfer:generate:3/latents>reward1``."""
-    route, _, target = task.partition(":")[2].rpartition(">")
-    source, _, data = route.rpartition("/")
-    return source, data, target
+    waits = Waits(timeline, graph)
+    arrows: dict[tuple[Row, Row], None] = {}
+    for taker in sorted(timeline.rows, key=lambda r: (r.start_us, r.end_us, r.gpu, r.task)):
+        if taker.task in graph.by_id or taker.kind in LINK_KINDS or waits.closing(taker) == (taker,):
+            for givers in filter(None, waits.inputs(taker)):
+                giver = max(givers, key=lambda r: (r.end_us, r.start_us, r.task))
+                arrows[giver, taker] = None
+    return [
+        (giver, taker)
+        for giver, taker in arrows
+        if giver.start_us < min(giver.end_us, taker.end_us) and taker.start_us < taker.end_us
+    ]
 
 
 def _flow(flow: int, pid: int, giver: tuple[Row, int], taker: tuple[Row, int]) -> tuple[Event, Event]:
-    """An arrow's ends; each binds to the span around its ``ts``, so it leaves in the giver's last us."""
+    """An arrow's ends; each binds to the span around its ``ts``, so it leaves in the giver's last us.
+
+    It leaves earlier where clocks disagree and the taker is over by then: no arrow goes back in time.
+    """
     (origin, origin_tid), (end, end_tid) = giver, taker
-    leaves = max(origin.start_us, origin.end_us - 1)
-    common = {"name": "data", "cat": "flow", "id": flow, "pid": pid}
+    leaves = max(origin.start_us, min(origin.end_us, end.end_us) - 1)
+    common = {"name": "dependency", "cat": "flow", "id": flow, "pid": pid}
     return (
         {"ph": "s", **common, "tid": origin_tid, "ts": leaves},
         {"ph": "f", "bp": "e", **common, "tid": end_tid, "ts": max(leaves, end.start_us)},

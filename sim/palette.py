@@ -7,6 +7,7 @@ of its own, so that a picture survives grey print.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from stagebreaker.sim.dataflow import REQUEST
 from stagebreaker.sim.timeline import Row
@@ -37,6 +38,20 @@ STYLES: dict[str, Style] = {
 }
 """Kinds in the order of the legend."""
 
+WAITS: dict[str, Style] = {
+    "waits for rewards": Style("#FBF1F6", "#8E3F6B", "..."),
+    "other waiting": Style("#EFEFEF", "#8A8A8A", ""),
+}
+"""Idle time before a lane's last task; after it the lane is white."""
+
+
+def waiting(cause: str) -> str | None:
+    """Which of ``WAITS`` a cause of idle time is drawn as; None is not drawn."""
+    if cause == "tail":
+        return None
+    return "waits for rewards" if cause == "wait:reward" else "other waiting"
+
+
 BASELINE_FILL, BAR_FILL, INK = "#BDBDBD", "#56B4E9", "#333333"
 
 
@@ -60,3 +75,25 @@ def text_points(text: str, size: float) -> float:
     """Width of a label in points: a digit of DejaVu Sans is 0.64 em, a mark about half of that."""
     marks = sum(not c.isalnum() for c in text)
     return size * (0.64 * (len(text) - marks) + 0.36 * marks)
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Look of one bar or line among several: they differ in lightness, hatch, marker and dashes, not only in hue."""
+
+    colour: str
+    hatch: str
+    marker: str
+    dashes: Literal["-"] | tuple[float, tuple[float, ...]]
+
+
+SERIES = (
+    Series("#000000", "", "o", "-"),
+    Series("#E69F00", "////", "s", (0, (5, 2))),
+    Series("#56B4E9", "....", "^", (0, (1, 1))),
+    Series("#009E73", "xxxx", "D", (0, (4, 1, 1, 1))),
+    Series("#D55E00", "\\\\\\\\", "v", (0, (3, 1, 1, 1, 1, 1))),
+    Series("#0072B2", "++++", "P", (0, (7, 1))),
+    Series("#CC79A7", "oo", "X", (0, (2, 2))),
+    Series("#7F7F7F", "----", "*", (0, (1, 3))),
+)

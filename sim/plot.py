@@ -1,21 +1,23 @@
 """Pictures of timelines: one lane per GPU in the manner of the paper's Figure 16, and comparison bars.
 
-A lane is white where its GPU is idle. Colours, hatches and labels are those of ``sim.palette``; a label that
-does not fit its bar is left out. Requests that a judge serves side by side are thin bars beneath its busy
-span. Transfers are too short to see and are left to the trace (``sim.export``), though they count towards the
-makespan. Figures are made without pyplot: nothing is shown, and the same timeline gives the same bytes.
+Colours, hatches and labels are those of ``sim.palette``; a label that does not fit its bar is left out. Requests
+that a judge serves side by side are thin bars beneath its busy span. With the step graph, waiting is a pale half-high
+bar and the critical path (``sim.critical``) a black outline that goes from lane to lane. Transfers are too short to
+see and are left to the trace (``sim.export``), though they count towards the makespan. Figures are made for a screen,
+for a page (7 in) or for one of its two columns (3.35 in), without pyplot: nothing is shown, and the same timeline
+gives the same bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection, PatchCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.patheffects import withStroke
@@ -23,29 +25,48 @@ from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import ScaledTranslation
 
 from stagebreaker.profiles.document import InputError, nearest
+from stagebreaker.sim.canvas import (
+    AXIS_IN,
+    COLUMN_IN,
+    PAGE_IN,
+    RC,
+    SCREEN_IN,
+    Size,
+    figure_of,
+    save_figure,
+    size_of,
+    text_us,
+    unit_of,
+)
+from stagebreaker.sim.critical import GAP, Segment, critical_path
 from stagebreaker.sim.dataflow import REQUEST, StepGraph
-from stagebreaker.sim.export import LINK_PREFIX, packed
-from stagebreaker.sim.palette import BAR_FILL, BASELINE_FILL, INK, STYLES, labels, text_points
-from stagebreaker.sim.timeline import Row, Timeline
+from stagebreaker.sim.export import packed
+from stagebreaker.sim.palette import BAR_FILL, BASELINE_FILL, INK, STYLES, WAITS, Style, labels, text_points, waiting
+from stagebreaker.sim.timeline import LINK_KINDS, LINK_PREFIX, Row, Timeline, link_ends
 
-_LANE_IN, _TITLE_IN, _AXIS_IN, _LEGEND_ROW_IN = 0.34, 0.42, 0.42, 0.2
-_LEFT_IN, _RIGHT_IN, _WIDTH_IN = 0.8, 1.75, 13.0
-_FONTS = (7.0, 6.0)
-_LEGEND_COLUMNS = 6
-_RC: dict[Any, Any] = {"hatch.linewidth": 0.6, "svg.hashsalt": "stagebreaker"}
+_BAR_TOP, _BAR = 0.1, 0.8
+"""Where a bar lies in its lane."""
+CRITICAL = "critical path"
 
 
-def gantt(timeline: Timeline, graph: StepGraph | None = None, ax: Axes | None = None, title: str | None = None) -> Axes:
-    """One lane per GPU over time; with ``graph`` also each lane's busy share and main cause of idle time.
+def gantt(
+    timeline: Timeline,
+    graph: StepGraph | None = None,
+    ax: Axes | None = None,
+    title: str | None = None,
+    width_in: float = SCREEN_IN,
+) -> Axes:
+    """One lane per GPU over time; with ``graph`` also waiting, busy shares and the critical path.
 
-    Without ``ax`` a figure of a fitting size is made (``ax.figure``). ``InputError`` for a row on no lane.
+    Without ``ax`` a figure ``width_in`` inches wide and of a fitting height is made (``ax.figure``). ``InputError``
+    for a row on no lane.
     """
     if ax is None:
-        ax = _figure([timeline])[0]
-    unit = _unit(timeline.makespan_us)
+        ax = _figure([timeline], [graph], width_in)[0]
+    unit = unit_of(timeline.makespan_us)
     _draw(ax, timeline, graph, unit, timeline.makespan_us)
     _time_axis(ax, unit)
-    _legend(ax, [timeline])
+    _legend(ax, [timeline], [graph])
     if title is not None:
         _title(ax, title)
     return ax
@@ -55,41 +76,47 @@ def gantts(
     timelines: Mapping[str, Timeline],
     graphs: Mapping[str, StepGraph] | None = None,
     ax: Sequence[Axes] | None = None,
+    remarks: Mapping[str, str] | None = None,
+    width_in: float = SCREEN_IN,
 ) -> np.ndarray[Any, np.dtype[np.object_]]:
     """One panel per schedule on one time axis, in the mapping's order, each with its makespan in the title.
 
-    ``ax`` takes one Axes per timeline. Returns the array of Axes.
+    ``ax`` takes one Axes per timeline; ``remarks`` go behind the makespan. Returns the array of Axes.
     """
     if not timelines:
         raise InputError("timelines is empty; give at least one timeline to draw")
     if ax is not None and len(ax) != len(timelines):
         raise InputError(f"ax has {len(ax)} axes for {len(timelines)} timelines; give one for each")
-    axes = list(ax) if ax is not None else _figure(list(timelines.values()))
+    given = [(graphs or {}).get(name) for name in timelines]
+    axes = list(ax) if ax is not None else _figure(list(timelines.values()), given, width_in)
     longest_us = max(timeline.makespan_us for timeline in timelines.values())
-    unit = _unit(longest_us)
-    for panel, (name, timeline) in zip(axes, timelines.items(), strict=True):
-        _draw(panel, timeline, (graphs or {}).get(name), unit, longest_us)
-        _title(panel, f"{name}: {_text_us(timeline.makespan_us)}")
+    unit = unit_of(longest_us)
+    for panel, (name, timeline), graph in zip(axes, timelines.items(), given, strict=True):
+        _draw(panel, timeline, graph, unit, longest_us)
+        remark = (remarks or {}).get(name)
+        _title(panel, f"{name}: {text_us(timeline.makespan_us)}" + (f", {remark}" if remark else ""))
         panel.tick_params(labelbottom=panel is axes[-1])
     _time_axis(axes[-1], unit)
-    _legend(axes[-1], list(timelines.values()))
+    _legend(axes[-1], list(timelines.values()), given)
     result = np.empty(len(axes), dtype=object)
     result[:] = axes
     return result
 
 
-def _figure(timelines: Sequence[Timeline]) -> list[Axes]:
+def _figure(timelines: Sequence[Timeline], graphs: Sequence[StepGraph | None], width_in: float) -> list[Axes]:
     """Fresh axes stacked in one figure; every lane has the same height in inches."""
-    rows = -(-len(_kinds(timelines)) // _LEGEND_COLUMNS)
-    heights = [_Layout(t).height * _LANE_IN for t in timelines]
-    bottom = _AXIS_IN + rows * _LEGEND_ROW_IN + 0.15
-    total = sum(heights) + _TITLE_IN * len(timelines) + bottom
-    figure = Figure(figsize=(_WIDTH_IN, total))
+    figure = Figure(figsize=(width_in, 1))
+    size = size_of(figure)
+    rows = -(-len(_looks(timelines, graphs)) // size.legend_columns)
+    heights = [_Layout(t).height * size.lane_in for t in timelines]
+    bottom = AXIS_IN + rows * size.legend_row_in + 0.15
+    total = sum(heights) + size.title_in * len(timelines) + bottom
+    figure.set_figheight(total)
     axes: list[Axes] = []
     top = total
     for height in heights:
-        top -= _TITLE_IN + height
-        box = (_LEFT_IN / _WIDTH_IN, top / total, 1 - (_LEFT_IN + _RIGHT_IN) / _WIDTH_IN, height / total)
+        top -= size.title_in + height
+        box = (size.left_in / width_in, top / total, 1 - (size.left_in + size.right_in) / width_in, height / total)
         axes.append(figure.add_axes(box, sharex=axes[0] if axes else None))
     return axes
 
@@ -115,17 +142,18 @@ class _Layout:
         return min(1.5, 0.16 * len(self.requests[name]) + 0.05) if self.requests[name] else 0.0
 
 
-@mpl.rc_context(_RC)
+@mpl.rc_context(RC)
 def _draw(ax: Axes, timeline: Timeline, graph: StepGraph | None, unit: tuple[str, int], end_us: int) -> None:
     """Lanes, bars, labels and update marks; x is in ``unit`` and ends at ``end_us``."""
     layout, scale = _Layout(timeline), unit[1]
     ax.set_xlim(0, max(end_us, 1) / scale)
     ax.set_ylim(layout.height, 0)
-    per_unit = ax.get_window_extent().width / ax.get_xlim()[1] * 72 / ax.figure.dpi  # points per unit of time
+    figure = figure_of(ax)
+    per_unit = ax.get_window_extent().width / ax.get_xlim()[1] * 72 / figure.dpi  # points per unit of time
     for lane in timeline.lanes:
         top = layout.top[lane.name]
         for row in timeline.spans(lane.name):
-            _bar(ax, row, top + 0.1, 0.8, scale, per_unit)
+            _bar(ax, row, top + _BAR_TOP, _BAR, scale, per_unit)
         lines = layout.requests[lane.name]
         for n, line in enumerate(lines):
             height = (layout.sub_height(lane.name) - 0.05) / len(lines)
@@ -134,7 +162,9 @@ def _draw(ax: Axes, timeline: Timeline, graph: StepGraph | None, unit: tuple[str
     _lanes(ax, timeline, layout)
     _updates(ax, timeline, scale, per_unit)
     if graph is not None:
+        _waiting(ax, timeline, graph, layout, scale)
         _shares(ax, timeline, graph, layout)
+        _critical(ax, critical_path(timeline, graph), layout, scale)
 
 
 def _bar(ax: Axes, row: Row, top: float, height: float, scale: int, per_unit: float) -> None:
@@ -157,7 +187,8 @@ def _bar(ax: Axes, row: Row, top: float, height: float, scale: int, per_unit: fl
         gid=row.task,
     )
     ax.add_patch(bar)
-    fitting = ((t, size) for t in labels(row) for size in _FONTS if text_points(t, size) + 2 <= points)
+    fonts = size_of(figure_of(ax)).fonts
+    fitting = ((t, size) for t in labels(row) for size in fonts if text_points(t, size) + 2 <= points)
     text, size = next(fitting, ("", 0.0))
     if text:
         ax.text(
@@ -167,7 +198,7 @@ def _bar(ax: Axes, row: Row, top: float, height: float, scale: int, per_unit: fl
             ha="center",
             va="center",
             fontsize=size,
-            zorder=4,
+            zorder=6,
             path_effects=[withStroke(linewidth=1.8, foreground="white")],
             clip_on=True,
         )
@@ -176,7 +207,7 @@ def _bar(ax: Axes, row: Row, top: float, height: float, scale: int, per_unit: fl
 def _lanes(ax: Axes, timeline: Timeline, layout: _Layout) -> None:
     """Lane names and lines between lanes, a strong one where the role changes."""
     ax.set_yticks([layout.top[lane.name] + 0.5 for lane in timeline.lanes], [lane.name for lane in timeline.lanes])
-    ax.tick_params(axis="y", length=0, labelsize=8)
+    ax.tick_params(axis="y", length=0, labelsize=size_of(figure_of(ax)).axis_font)
     ax.set_axisbelow(True)
     ax.grid(axis="x", color="#E3E3E3", linewidth=0.6)
     for above, lane in pairwise(timeline.lanes):
@@ -189,11 +220,12 @@ def _lanes(ax: Axes, timeline: Timeline, layout: _Layout) -> None:
 def _updates(ax: Axes, timeline: Timeline, scale: int, per_unit: float) -> None:
     """A dashed line at the end of every update, named above the lanes where there is room."""
     taken = -np.inf
+    font = size_of(figure_of(ax)).note_font
     for row in sorted((r for r in timeline.rows if r.kind == "update"), key=lambda r: r.end_us):
         at = row.end_us / scale
         ax.axvline(at, color=STYLES["update"].fill, linewidth=1, linestyle=(0, (4, 2)), zorder=3, clip_on=False)
         text = f"update {row.mini_batch}"
-        width = text_points(text, _FONTS[0]) / per_unit
+        width = text_points(text, font) / per_unit
         if at - width / 2 >= taken:
             ax.annotate(
                 text,
@@ -203,7 +235,7 @@ def _updates(ax: Axes, timeline: Timeline, scale: int, per_unit: float) -> None:
                 textcoords="offset points",
                 ha="center",
                 va="bottom",
-                fontsize=_FONTS[0],
+                fontsize=font,
                 color=STYLES["update"].line,
             )
             taken = at + width / 2
@@ -212,71 +244,137 @@ def _updates(ax: Axes, timeline: Timeline, scale: int, per_unit: float) -> None:
 def _shares(ax: Axes, timeline: Timeline, graph: StepGraph, layout: _Layout) -> None:
     """Beside each lane: busy share of the makespan, and the largest cause of idle time from 1 % on."""
     whole = max(timeline.makespan_us, 1)
+    size = size_of(figure_of(ax))
     for use in timeline.use(graph):
         cause, idle_us = max(use.idle_us.items(), key=lambda item: item[1])
-        text = f"{use.busy_us / whole:.0%} busy"
-        if idle_us >= whole / 100:
-            text += f", {idle_us / whole:.0%} {cause}"
-        ax.annotate(
-            text,
-            (1, layout.top[use.lane.name] + 0.5),
-            (6, 0),
-            xycoords=ax.get_yaxis_transform(),
-            textcoords="offset points",
-            ha="left",
-            va="center",
-            fontsize=_FONTS[0],
-            color=INK,
-        )
+        text = f"{use.busy_us / whole:.0%}"
+        if size.causes:
+            text += " busy" + (f", {idle_us / whole:.0%} {cause}" if idle_us >= whole / 100 else "")
+        _beside(ax, layout.top[use.lane.name] + 0.5, text, size)
+    if not size.causes:  # the head of the column stands above the names of updates
+        _beside(ax, 0, "busy", size, 1.6 * size.note_font + 4)
 
 
-def _kinds(timelines: Iterable[Timeline]) -> list[str]:
+def _beside(ax: Axes, lane: float, text: str, size: Size, up: float = 0) -> None:
+    ax.annotate(
+        text,
+        (1, lane),
+        (6 if size.causes else 4, up),
+        xycoords=ax.get_yaxis_transform(),
+        textcoords="offset points",
+        ha="left",
+        va="center",
+        fontsize=size.note_font,
+        color=INK,
+    )
+
+
+def _waiting(ax: Axes, timeline: Timeline, graph: StepGraph, layout: _Layout, scale: int) -> None:
+    """Half-high pale bars where a lane has something left to do and waits for it."""
+    found: dict[str, list[Rectangle]] = {name: [] for name in WAITS}
+    for lane, pieces in timeline.idle(graph).items():
+        for piece in pieces:
+            name = waiting(piece.cause)
+            if name is not None:
+                width = (piece.end_us - piece.start_us) / scale
+                found[name].append(Rectangle((piece.start_us / scale, layout.top[lane] + 0.28), width, 0.44))
+    for name, boxes in found.items():
+        style = WAITS[name]
+        drawn = PatchCollection(boxes, facecolor=style.fill, edgecolor=style.line, linewidth=0.4, hatch=style.hatch)
+        drawn.set_zorder(1.5)
+        drawn.set_gid(name)
+        ax.add_collection(drawn)
+
+
+def _critical(ax: Axes, path: Sequence[Segment], layout: _Layout, scale: int) -> None:
+    """A black outline around the critical path's stay on each lane, and lines where it goes to another.
+
+    A gap of a measured step is bridged by such a line, or left open where the path stays on its lane.
+    """
+    stays: list[tuple[str, float, float]] = []  # lane, start and end
+    lines: list[list[tuple[float, float]]] = []
+    left: tuple[str, float] | None = None  # lane and time of the end before
+    for piece in path:
+        start, end = piece.start_us / scale, piece.end_us / scale
+        if piece.kind == GAP:
+            continue
+        if piece.kind in LINK_KINDS:
+            left = left or (piece.gpu.removeprefix(LINK_PREFIX), start)
+        else:
+            if left == (piece.gpu, start):
+                stays[-1] = (piece.gpu, stays[-1][1], end)
+            else:
+                stays.append((piece.gpu, start, end))
+                if left is not None and left[0] != piece.gpu:
+                    lines.append(_joint(left, (piece.gpu, start), layout))
+            left = (piece.gpu, end)
+    if path and path[-1].kind in LINK_KINDS and left is not None:
+        lines.append(_joint(left, (link_ends(path[-1].task)[2], path[-1].end_us / scale), layout))
+    for lane, start, end in stays:
+        top, bottom = layout.top[lane] + _BAR_TOP, layout.top[lane] + _BAR_TOP + _BAR
+        lines.append([(start, top), (end, top), (end, bottom), (start, bottom), (start, top)])
+    black, casing = (1.3, 2.3) if size_of(figure_of(ax)).causes else (0.9, 1.7)
+    drawn = LineCollection(lines, colors="black", linewidths=black, zorder=5, capstyle="projecting", clip_on=False)
+    drawn.set_path_effects([withStroke(linewidth=casing, foreground="white")])
+    drawn.set_gid(CRITICAL)
+    ax.add_collection(drawn)
+
+
+def _joint(leaves: tuple[str, float], reaches: tuple[str, float], layout: _Layout) -> list[tuple[float, float]]:
+    """From the edge of one lane's bar to the nearer edge of another's."""
+    one, two = layout.top[leaves[0]] + _BAR_TOP, layout.top[reaches[0]] + _BAR_TOP
+    down = one < two
+    return [(leaves[1], one + _BAR * down), (reaches[1], two + _BAR * (not down))]
+
+
+def _looks(timelines: Sequence[Timeline], graphs: Sequence[StepGraph | None]) -> dict[str, Style | None]:
+    """What the legend explains: the kinds that occur, and what is drawn with a step graph (the path has no fill)."""
     found = {row.kind for t in timelines for row in t.rows if not row.gpu.startswith(LINK_PREFIX)}
-    return [kind for kind in STYLES if kind in found]
+    looks: dict[str, Style | None] = {k.replace("_", " "): style for k, style in STYLES.items() if k in found}
+    explained = [t.idle(graph) for t, graph in zip(timelines, graphs, strict=True) if graph is not None]
+    waits = {waiting(piece.cause) for idle in explained for pieces in idle.values() for piece in pieces}
+    looks.update({name: style for name, style in WAITS.items() if name in waits})
+    return {**looks, CRITICAL: None} if explained else looks
 
 
-@mpl.rc_context(_RC)
-def _legend(ax: Axes, timelines: Sequence[Timeline]) -> None:
+@mpl.rc_context(RC)
+def _legend(ax: Axes, timelines: Sequence[Timeline], graphs: Sequence[StepGraph | None]) -> None:
     """The kinds that occur, below the time axis."""
-    handles = [
-        Patch(facecolor=s.fill, edgecolor=s.line, hatch=s.hatch, linewidth=0.5, label=kind.replace("_", " "))
-        for kind, s in ((kind, STYLES[kind]) for kind in _kinds(timelines))
+    handles: list[Patch] = [
+        Patch(facecolor=s.fill, edgecolor=s.line, hatch=s.hatch, linewidth=0.5, label=name)
+        if s is not None
+        else Patch(facecolor="white", edgecolor="black", linewidth=1.3, label=name)
+        for name, s in _looks(timelines, graphs).items()
     ]
-    rows = -(-len(handles) // _LEGEND_COLUMNS)
-    below = ax.transAxes + ScaledTranslation(0, -_AXIS_IN, ax.figure.dpi_scale_trans)
+    size = size_of(figure_of(ax))
+    rows = -(-len(handles) // size.legend_columns)
+    below = ax.transAxes + ScaledTranslation(0, -AXIS_IN, figure_of(ax).dpi_scale_trans)
     ax.legend(
         handles=handles,
         loc="upper left",
-        bbox_to_anchor=(0, 0),
+        bbox_to_anchor=(0 if size.causes else -0.15, 0),
         bbox_transform=below,
         borderaxespad=0,
         ncols=-(-len(handles) // max(rows, 1)),
-        fontsize=8,
+        fontsize=size.axis_font,
         frameon=False,
         handlelength=2.4,
         handleheight=1.1,
-        columnspacing=1.6,
+        columnspacing=1.6 if size.causes else 1.0,
+        labelspacing=0.4,
     )
 
 
 def _title(ax: Axes, text: str) -> None:
-    ax.set_title(text, loc="left", fontsize=10, fontweight="bold", pad=12)
+    size = size_of(figure_of(ax))
+    ax.set_title(text, loc="left", fontsize=size.title_font, fontweight="bold", pad=size.note_font + 5)
 
 
 def _time_axis(ax: Axes, unit: tuple[str, int]) -> None:
-    ax.xaxis.set_major_locator(MaxNLocator(nbins=12, steps=[1, 2, 2.5, 5, 10]))
-    ax.tick_params(axis="x", labelsize=8)
-    ax.set_xlabel(f"time ({unit[0]})", fontsize=8, labelpad=2)
-
-
-def _unit(makespan_us: int) -> tuple[str, int]:
-    """(name, us per unit) of the largest unit that leaves at least two of it."""
-    return next((u for u in (("s", 1_000_000), ("ms", 1_000)) if makespan_us >= 2 * u[1]), ("us", 1))
-
-
-def _text_us(duration_us: int) -> str:
-    name, scale = _unit(duration_us)
-    return f"{duration_us / scale:.1f} {name}" if scale > 1 else f"{duration_us} us"
+    size = size_of(figure_of(ax))
+    ax.xaxis.set_major_locator(MaxNLocator(nbins=12 if size.causes else 6, steps=[1, 2, 2.5, 5, 10]))
+    ax.tick_params(axis="x", labelsize=size.axis_font)
+    ax.set_xlabel(f"time ({unit[0]})", fontsize=size.axis_font, labelpad=2)
 
 
 def speedup_bars(step_us: Mapping[str, int], baseline: str, ax: Axes | None = None) -> Axes:
@@ -297,7 +395,7 @@ def speedup_bars(step_us: Mapping[str, int], baseline: str, ax: Axes | None = No
     bars = ax.barh(range(len(step_us)), speedups, height=0.7, color=fills, edgecolor=INK, linewidth=0.6)
     ax.bar_label(
         bars,
-        [f"{s:.2f}x  ({_text_us(us)})" for s, us in zip(speedups, step_us.values(), strict=True)],
+        [f"{s:.2f}x  ({text_us(us)})" for s, us in zip(speedups, step_us.values(), strict=True)],
         padding=4,
         fontsize=8,
         bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
@@ -313,15 +411,14 @@ def speedup_bars(step_us: Mapping[str, int], baseline: str, ax: Axes | None = No
     return ax
 
 
-def save_figure(figure: Figure, path: Path) -> None:
-    """Write png, pdf or svg, by the ending of ``path``, at 150 dpi, undated: equal figures, equal bytes."""
-    metadata: dict[str, dict[str, None]] = {
-        ".png": {"Software": None},
-        ".pdf": {"CreationDate": None, "Producer": None, "Creator": None},
-        ".svg": {"Date": None, "Creator": None},
-    }
-    if path.suffix not in metadata:
-        raise InputError(f"{path}: cannot draw {path.suffix!r}; give a name ending in {', '.join(metadata)}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with mpl.rc_context(_RC):
-        figure.savefig(path, dpi=150, metadata=metadata[path.suffix], bbox_inches="tight")
+__all__ = [
+    "COLUMN_IN",
+    "CRITICAL",
+    "PAGE_IN",
+    "SCREEN_IN",
+    "figure_of",
+    "gantt",
+    "gantts",
+    "save_figure",
+    "speedup_bars",
+]

@@ -13,7 +13,14 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from stagebreaker.sim.dataflow import CONTROL_KINDS, POLICY_KINDS, REQUEST, Assignment, StepGraph
+from stagebreaker.sim.dataflow import (
+    CONTROL_KINDS,
+    GRADIENT_VECTORS,
+    POLICY_KINDS,
+    REQUEST,
+    Assignment,
+    StepGraph,
+)
 from stagebreaker.sim.engine import Costs, DeadlockError
 
 if TYPE_CHECKING:
@@ -133,8 +140,8 @@ class Recurrence:
 
     def _transfer_us(self, data: str) -> int:
         if data not in self._link_us:
-            # g+ and g- travel together
-            count, kind = (2, "gradient") if data == "sign_gradients" else (1, data)
+            # g+, g- and a KL part travel together
+            count, kind = (GRADIENT_VECTORS[data], "gradient") if data in GRADIENT_VECTORS else (1, data)
             self._link_us[data] = self.costs.link.duration_us(count * self.costs.profile.size_bytes(kind))
         return self._link_us[data]
 

@@ -1,14 +1,16 @@
 """Schedules: workload x placement -> step graph and assignment.
 
-A schedule is a row of four choices (who rolls out, when training may start, how often a trajectory is replayed,
-whether tasks may move), from which one builder makes the graph; neither interpreter knows a schedule by name.
+A schedule is a row of choices (who rolls out, when training may start, how often a trajectory is replayed, whether
+tasks may move, ...), from which one builder makes the graph; neither interpreter knows a schedule by name.
 Numbering is canonical: candidate i has group i // group_size, actor i mod a, reward GPU i mod r; every lane takes
 its tasks in candidate order. The edges follow the paper's Sections 3 and 4; baselines replay no more than they do.
+Where rewards select who is trained (``train_per_group``), schedules that train after the scores replay the selected
+alone, dealt to their GPUs anew; the others replay all and drop what was not selected.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from stagebreaker.profiles.document import InputError, nearest
@@ -32,6 +34,22 @@ class Schedule:
     """Decodes and replays may move to reward GPUs."""
     ours: bool = False
     """Needs reward-asynchronous training, so a user cannot have it without StageBreaker."""
+    lean: bool = False
+    """Mini-batch 1 is back-propagated while it is rolled out, as LeanGRPO does; the others are replayed."""
+    off_policy: bool = False
+    """Rolls out the next batch with the adapter from before this step's updates: other mathematics, never compared."""
+    runs: bool = True
+    """Real engines run it; else it is a what-if of the simulator and of the emulated backend."""
+
+    @property
+    def eligible(self) -> bool:
+        """May be a plan's best schedule or a baseline."""
+        return self.runs and not self.off_policy
+
+    @property
+    def waits(self) -> bool:
+        """Training waits for scores of this step."""
+        return not self.early and not self.off_policy
 
 
 SCHEDULES: dict[str, Schedule] = {
@@ -44,6 +62,8 @@ SCHEDULES: dict[str, Schedule] = {
         Schedule("stagebreaker", everywhere=False, early=True, merged=True, movable=True, ours=True),
         Schedule("colocated_merged", everywhere=True, early=False, merged=True),
         Schedule("async_reward_merged", everywhere=False, early=False, merged=True),
+        Schedule("lean", everywhere=False, early=True, merged=True, ours=True, lean=True, runs=False),
+        Schedule("one_step_off", everywhere=False, early=False, merged=True, off_policy=True, runs=False),
     )
 }
 
@@ -53,6 +73,24 @@ def schedule_named(name: str) -> Schedule:
     if name not in SCHEDULES:
         raise InputError(f"schedule {name!r} is unknown; {nearest(name, SCHEDULES)}")
     return SCHEDULES[name]
+
+
+def why_not(name: str, workload: Workload) -> str | None:
+    """Why a workload cannot have a schedule; None where it can.
+
+    Back-propagation during rollout is exact only where the rollout's forward is the one that is trained, at a ratio
+    of 1 (LeanGRPO, Sections 3 and 4).
+    """
+    if not schedule_named(name).lean:
+        return None
+    rule = f"schedule {name} back-propagates mini-batch 1 during rollout: "
+    if workload.algorithm == "kvpo":
+        return rule + "algorithm='kvpo' trains other forward passes than it rolls out; use dancegrpo or flow_grpo"
+    if workload.old_logprob_source == "recompute":
+        return rule + "old_logprob_source='recompute' must be 'rollout' or 'first_replay'"
+    if workload.reference_replay:
+        return rule + "reference_replay=true comes too late for it; set it to false"
+    return None
 
 
 def build(workload: Workload, placement: Placement) -> tuple[StepGraph, Assignment]:
@@ -65,9 +103,16 @@ def build(workload: Workload, placement: Placement) -> tuple[StepGraph, Assignme
 def build_graph(workload: Workload, placement: Placement) -> StepGraph:
     """The graph alone. It depends on schedule, GPU split, scoring mode and splits, not on the counts moved."""
     schedule = schedule_named(placement.schedule)
+    if (problem := why_not(placement.schedule, workload)) is not None:
+        raise InputError(problem)
     lanes = lanes_of(schedule, placement)
     builder = _Builder(workload, schedule, placement)
     _check_split_lanes(placement, [lane.name for lane in lanes])
+    for split in placement.splits if schedule.lean else ():
+        if workload.mini_batch_of(split.candidate) == 0:
+            raise InputError(
+                f"splits: candidate {split.candidate} has no grad_replay under {schedule.name}; leave it out"
+            )
     builder.rollout()
     builder.scoring()
     builder.training()
@@ -99,6 +144,30 @@ def anchor_name(group: int) -> str:
     return f"anchor{group}"
 
 
+def anchored_groups(workload: Workload) -> range:
+    """Groups that roll out an anchor video: KVPO's baseline. Other anchored judges compare with a fixed video."""
+    return range(workload.groups if workload.algorithm == "kvpo" else 0)
+
+
+def requests_of(workload: Workload) -> list[tuple[str, tuple[str, ...]]]:
+    """(request name, videos it compares), in candidate order (reward_shape)."""
+    w = workload
+    if w.reward_shape == "all_pairs":
+        return [
+            (f"{i}-{j}", (str(i), str(j)))
+            for g in range(w.groups)
+            for i in w.group_members(g)
+            for j in range(i + 1, (g + 1) * w.group_size)
+        ]
+    shared = (lambda i: (anchor_name(w.group_of(i)),)) if anchored_groups(w) else (lambda _: ())
+    return [(str(i), (str(i), *shared(i))) for i in range(w.candidates)]
+
+
+def owner_of(videos: Sequence[str]) -> int:
+    """The candidate that a request goes by: reward GPU owner mod r serves it."""
+    return int(next(v for v in videos if v.isdigit()))
+
+
 @dataclass
 class _Builder:
     """Emits tasks in canonical order. ``w`` workload, ``s`` schedule, ``p`` placement."""
@@ -114,46 +183,30 @@ class _Builder:
         self.tasks.append(task)
         return task.id
 
-    @property
-    def anchors(self) -> range:
-        """Groups that roll out an anchor video: KVPO's baseline. Other anchored judges compare with a fixed video."""
-        return range(self.w.groups if self.w.algorithm == "kvpo" else 0)
-
     # -- rollout ---------------------------------------------------------------------------------------------
 
     def rollout(self) -> None:
         for group in range(self.w.groups):
             self.add("encode_prompt", group, group=group)
-        for group in self.anchors:
+        for group in anchored_groups(self.w):
             self._video(anchor_name(group), group, candidate=None)
         for i in range(self.w.candidates):
             self._video(str(i), self.w.group_of(i), candidate=i)
 
     def _video(self, name: str, group: int, candidate: int | None) -> None:
         where = {"candidate": candidate, "group": group}
-        self.add("generate", name, [Need(f"encode_prompt:{group}", "embeddings")], **where)
+        trains = candidate is not None and self._in_rollout(self.w.mini_batch_of(candidate))
+        cost = "generate_train" if trains else None
+        self.add("generate", name, [Need(f"encode_prompt:{group}", "embeddings")], **where, cost_kind=cost)
         self.add("vae_decode", name, [Need(f"generate:{name}", "latents")], **where)
 
     # -- scoring ---------------------------------------------------------------------------------------------
 
-    def requests(self) -> list[tuple[str, tuple[str, ...]]]:
-        """(request name, videos it compares), in candidate order (reward_shape)."""
-        w = self.w
-        if w.reward_shape == "all_pairs":
-            return [
-                (f"{i}-{j}", (str(i), str(j)))
-                for g in range(w.groups)
-                for i in w.group_members(g)
-                for j in range(i + 1, (g + 1) * w.group_size)
-            ]
-        shared = (lambda i: (anchor_name(w.group_of(i)),)) if self.anchors else (lambda _: ())
-        return [(str(i), (str(i), *shared(i))) for i in range(w.candidates)]
-
     def scoring(self) -> None:
         served = not self.s.everywhere and self.p.scoring == "on_arrival"
         batches: dict[tuple[int, int], list[tuple[str, tuple[str, ...]]]] = {}
-        for name, videos in self.requests():
-            owner = self._owner(videos)
+        for name, videos in requests_of(self.w):
+            owner = owner_of(videos)
             lane = owner % (self.p.actors + self.p.rewards if self.s.everywhere else self.p.rewards)
             if served:
                 needs = [Need(f"vae_decode:{v}", "frames") for v in videos]
@@ -186,10 +239,6 @@ class _Builder:
                 self.add("switch", f"gpu{lane}.policy", [Need(f"score:gpu{lane}#0")], pinned=f"gpu{lane}")
         self._advantages()
 
-    @staticmethod
-    def _owner(videos: Sequence[str]) -> int:
-        return int(next(v for v in videos if v.isdigit()))
-
     def _scored(self, task: str, videos: Iterable[str]) -> None:
         for video in videos:
             tasks = self.scores_of.setdefault(video, [])
@@ -209,7 +258,7 @@ class _Builder:
                 [Need(t) for t in scores],
                 group=scope if w.advantage_scope == "group" else None,
             )
-        if not self.s.early:
+        if self.s.waits:
             self.add("barrier", "scored", [Need(f"advantage:{scope}") for scope, _ in self._scopes()])
 
     def _scopes(self) -> list[tuple[int, Sequence[int]]]:
@@ -228,54 +277,72 @@ class _Builder:
 
     def training(self) -> None:
         for m in range(self.w.mini_batches):
-            members = self.w.mini_batch_members(m)
-            for i in members:
-                self._forward_only(i, m)
-            if not self.s.merged:
-                for i in members:
-                    self.add("loss_replay", i, self._train_needs(i, m), candidate=i, mini_batch=m)
-                self.add("barrier", f"loss{m}", [Need(f"loss_replay:{i}") for i in members], mini_batch=m)
-            for i in members:
-                self._grad_replays(i, m)
+            trained = self.w.trained_members(m)
+            # Who is trained is known when the scores are: before them, everyone may be.
+            replayed = self.w.mini_batch_members(m) if self.s.early else trained
+            if not self._in_rollout(m):
+                self._replays(replayed, m)
             if self.w.algorithm == "kvpo":
-                self._group_weights(members, m)
-            for i in members:
+                self._group_weights(trained, m)
+            for i in trained:
                 self._fold(i, m)
-            self.add("update", m, [Need(f"fold:{i}", self._fold_data()) for i in members], mini_batch=m)
+            self.add("update", m, [Need(f"fold:{i}", self._fold_data()) for i in trained], mini_batch=m)
+
+    def _replays(self, replayed: Sequence[int], m: int) -> None:
+        for i in replayed:
+            self._forward_only(i, m)
+        if not self.s.merged:
+            for i in replayed:
+                self.add("loss_replay", i, self._train_needs(i, m), candidate=i, mini_batch=m)
+            self.add("barrier", f"loss{m}", [Need(f"loss_replay:{i}") for i in replayed], mini_batch=m)
+        for i in replayed:
+            self._grad_replays(i, m)
+
+    def _in_rollout(self, m: int) -> bool:
+        """The rollout of a mini-batch is also its backward."""
+        return self.s.lean and m == 0
 
     def needs_old_replay(self, m: int) -> bool:
         """old_logprob_source: a task of its own unless the rollout, or the first replay itself, gives the value."""
         return self.w.old_logprob_source == "recompute" or (self.w.old_logprob_source == "first_replay" and m > 0)
 
     def _forward_only(self, i: int, m: int) -> None:
-        needs = [Need(f"generate:{i}", "trajectory")]
-        if not self.s.merged and not self.s.early:  # stage by stage: this pass comes after the last score
+        needs = self._trajectory(i)
+        # Stage by stage this pass comes after the last score; and so it does where the scores say who needs it.
+        if self.s.waits and (self.w.selects or not self.s.merged):
             needs.append(Need("barrier:scored"))
         if self.needs_old_replay(m):
             self.add("old_replay", i, needs, candidate=i, mini_batch=m)
         if self.w.reference_replay:
             self.add("ref_replay", i, needs, candidate=i, mini_batch=m)
 
-    def _train_needs(self, i: int, m: int) -> list[Need]:
-        needs = [Need(f"generate:{i}", "trajectory")]
+    def _trajectory(self, i: int) -> list[Need]:
+        """Off-policy, this step trains what the one before rolled out: its trajectory and scores are there."""
+        return [] if self.s.off_policy else [Need(f"generate:{i}", "trajectory")]
+
+    def _train_needs(self, i: int, m: int, reference: str | None = None) -> list[Need]:
+        needs = self._trajectory(i)
         if m > 0:
             needs.append(Need(f"update:{m - 1}", "adapter"))
-        if not self.s.early:
+        if self.s.waits:
             needs.append(Need("barrier:scored"))
         if self.needs_old_replay(m):
             needs.append(Need(f"old_replay:{i}"))
         if self.w.reference_replay:
-            needs.append(Need(f"ref_replay:{i}"))
+            needs.append(Need(f"ref_replay:{i}", reference))
         return needs
 
     def _grad_replays(self, i: int, m: int) -> None:
-        needs = self._train_needs(i, m)
+        needs = self._train_needs(i, m, reference="reference" if self.w.gaussian_kl else None)
+        # A KL to means has a seed of its own at the output: a second backward, unless A is known and the seeds add up.
+        cost = "grad_replay_kl" if self.w.gaussian_kl and self.s.early else None
         if not self.s.merged:
             needs += [Need(f"loss_replay:{i}"), Need(f"barrier:loss{m}")]
             if not self.s.early:  # the advantage seeds the backward; otherwise g+ and g- wait for it
                 needs.append(Need(self._advantage_of(i)))
         for name, steps, lane in self._parts(i):
-            self.add("grad_replay", name, needs, candidate=i, mini_batch=m, steps=steps, pinned=lane)
+            where = {"candidate": i, "mini_batch": m, "steps": steps, "pinned": lane}
+            self.add("grad_replay", name, needs, **where, cost_kind=cost)
 
     def _parts(self, i: int) -> list[tuple[str, tuple[int, ...] | None, str | None]]:
         """(task name, steps, lane) of each part of a candidate's grad_replay; one whole part unless it is split."""
@@ -287,19 +354,36 @@ class _Builder:
                 ]
         return [(str(i), None, None)]
 
-    def _group_weights(self, members: range, m: int) -> None:
+    def _group_weights(self, members: Sequence[int], m: int) -> None:
         for g in dict.fromkeys(self.w.group_of(i) for i in members):
             group = self.w.group_members(g)
             replays = [f"grad_replay:{name}" for i in group for name, _, _ in self._parts(i)]
-            needs = [Need(task) for task in (self._advantage_of(group[0]), *replays)]
+            needs = [Need(task) for task in (*self._known_from(self._advantage_of(group[0])), *replays)]
             self.add("group_weights", g, needs, group=g, mini_batch=m)
 
+    def _known_from(self, advantage: str) -> list[str]:
+        """The task an advantage comes from: none off-policy, where it is known before the step."""
+        return [] if self.s.off_policy else [advantage]
+
     def _fold(self, i: int, m: int) -> None:
-        weight = f"group_weights:{self.w.group_of(i)}" if self.w.algorithm == "kvpo" else self._advantage_of(i)
-        # Before its advantage is known a candidate keeps g+ and g-; they are one vector while nothing is clipped.
-        data = "sign_gradients" if self.s.early and m > 0 and self.w.algorithm != "kvpo" else "gradient"
-        gradients = [Need(f"grad_replay:{name}", data) for name, _, _ in self._parts(i)]
-        self.add("fold", i, [*gradients, Need(weight)], candidate=i, mini_batch=m)
+        kvpo = self.w.algorithm == "kvpo"
+        weights = [f"group_weights:{self.w.group_of(i)}"] if kvpo else self._known_from(self._advantage_of(i))
+        replays = [f"grad_replay:{name}" for name, _, _ in self._parts(i)]
+        gradients = [Need(t, self._gradients(m)) for t in ([f"generate:{i}"] if self._in_rollout(m) else replays)]
+        self.add("fold", i, [*gradients, *(Need(t) for t in weights)], candidate=i, mini_batch=m)
+
+    def _gradients(self, m: int) -> str:
+        """What a candidate keeps until its fold (``GRADIENT_VECTORS``).
+
+        Before its advantage is known: g+ and g-, one vector while nothing is clipped (mini-batch 1), and beside them
+        the gradient of a KL to means, which A does not scale. That one goes with its candidate and not into a sum per
+        GPU, so that folding stays in candidate order and a candidate that is not selected leaves nothing. With the
+        advantage known, or with KVPO's unit per branch, whose KL weighs the same gradient, all are one vector.
+        """
+        if self.w.algorithm == "kvpo" or not self.s.early:
+            return "gradient"
+        signs = "sign_gradients" if m > 0 else "gradient"
+        return f"{signs}_and_kl" if self.w.gaussian_kl else signs
 
     def _fold_data(self) -> str | None:
         return None if self.w.deterministic else "gradient"
@@ -318,12 +402,13 @@ class Assigner:
         self.schedule = schedule_named(placement.schedule)
         placed = [(_rank(t, self.schedule), n, t) for n, t in enumerate(graph.tasks) if t.kind not in CONTROL_KINDS]
         placed.sort(key=lambda item: item[:2])
+        dealt = _dealt(workload, self.schedule)
         apart = () if workload.deterministic else ("fold",)  # otherwise a gradient is scaled where it is
         self.tasks = [
             (
                 t.id,
                 None if t.pinned else (t.kind, t.candidate),
-                _home(t, self.schedule, placement),
+                _home(t, self.schedule, placement, dealt),
                 t.needs[0].task if t.kind in apart else None,
                 rank[0] < _SERVE,
             )
@@ -363,7 +448,14 @@ class Assigner:
         return moved
 
 
-def _home(task: Task, s: Schedule, p: Placement) -> str:
+def _dealt(w: Workload, s: Schedule) -> dict[int, int]:
+    """Selected candidate -> its number among the selected, where the scores are known before they go to their GPUs."""
+    if not (w.selects and s.waits):
+        return {}
+    return {i: n for n, i in enumerate(i for m in range(w.mini_batches) for i in w.trained_members(m))}
+
+
+def _home(task: Task, s: Schedule, p: Placement, dealt: Mapping[int, int]) -> str:
     """The lane a task has when nothing moves."""
     if task.pinned is not None:
         return task.pinned
@@ -371,6 +463,8 @@ def _home(task: Task, s: Schedule, p: Placement) -> str:
     if task.kind in ("fold", "update"):
         return f"{lane}0"
     owner = task.group or 0 if task.candidate is None else task.candidate  # prompts and anchors go by group
+    if task.mini_batch is not None:  # a replay
+        owner = dealt.get(owner, owner)
     return f"{lane}{owner % count}"
 
 

@@ -7,15 +7,17 @@ of latest inputs back through the gap. Requests are a sub-lane of the judge's bu
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import pandas as pd
 
 from stagebreaker.sim.dataflow import CONTROL_KINDS, OVERHEAD_KINDS, REQUEST, Lane, StepGraph
+
+LINK_KINDS = ("transfer", "sync")
+LINK_PREFIX = "link:"
 
 IDLE_CAUSES = (
     "wait:reward",
@@ -45,6 +47,7 @@ _CAUSE = {
     "sync": "wait:transfer",
     "transfer": "wait:transfer",
 }
+"""What a lane that waits for a span of this kind waits for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,15 @@ class LaneUse:
     busy_us: int
     overhead_us: int
     idle_us: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """A piece [start_us, end_us) of a lane's idle time, and one of ``IDLE_CAUSES``."""
+
+    cause: str
+    start_us: int
+    end_us: int
 
 
 @dataclass(frozen=True)
@@ -111,16 +123,33 @@ class Timeline:
         rows = [row for row in self.rows if row.gpu == lane and row.kind != REQUEST]
         return sorted(rows, key=lambda row: (row.start_us, row.end_us))  # stable: tasks of no length keep their order
 
+    def idle(self, graph: StepGraph) -> dict[str, list[Idle]]:
+        """Lane -> its idle time in pieces by cause, in time order."""
+        waits = Waits(self, graph)
+        return {lane.name: list(self._idle(waits, lane.name)) for lane in self.lanes}
+
     def use(self, graph: StepGraph) -> list[LaneUse]:
-        """Busy, overhead and idle time by cause, per lane."""
-        blame = _Blame(self, graph)
+        """Busy, overhead and idle time by cause, per lane; every cause is named."""
+        idle = self.idle(graph)
         result = []
         for lane in self.lanes:
             spans = self.spans(lane.name)
             busy = sum(row.end_us - row.start_us for row in spans if row.kind not in OVERHEAD_KINDS)
             overhead = sum(row.end_us - row.start_us for row in spans if row.kind in OVERHEAD_KINDS)
-            result.append(LaneUse(lane, busy, overhead, blame.idle(spans, self.makespan_us)))
+            by_cause = dict.fromkeys(IDLE_CAUSES, 0)
+            for piece in idle[lane.name]:
+                by_cause[piece.cause] += piece.end_us - piece.start_us
+            result.append(LaneUse(lane, busy, overhead, by_cause))
         return result
+
+    def _idle(self, waits: Waits, lane: str) -> Iterator[Idle]:
+        clock = 0
+        for row in self.spans(lane):
+            if row.start_us > clock:
+                yield from _gap(waits, row, clock)
+            clock = max(clock, row.end_us)
+        if clock < self.makespan_us:
+            yield Idle("tail", clock, self.makespan_us)
 
     def utilisation(self, role: str, graph: StepGraph) -> float | None:
         """Busy share of a role's lanes; None when the role has no lane of its own."""
@@ -130,8 +159,25 @@ class Timeline:
         return sum(use.busy_us for use in uses) / (len(uses) * self.makespan_us)
 
 
-class _Blame:
-    """Walks chains of latest inputs backwards to say what an idle lane was waiting for."""
+def _gap(waits: Waits, row: Row, low_us: int) -> list[Idle]:
+    """The gap from ``low_us`` to the start of ``row`` in pieces, by walking back what it waited for."""
+    pieces: list[Idle] = []
+    high_us, current = row.start_us, waits.latest(row)
+    while high_us > low_us:
+        # Where nothing was waited for, all inputs were there: only a measured step has such a gap.
+        start_us = low_us if current is None else min(max(current.start_us, low_us), high_us)
+        cause = "wait:controller" if current is None else _CAUSE[current.kind]
+        if pieces and pieces[0].cause == cause:
+            pieces[0] = Idle(cause, start_us, pieces[0].end_us)
+        elif start_us < high_us:
+            pieces.insert(0, Idle(cause, start_us, high_us))
+        high_us = start_us
+        current = None if current is None else waits.latest(current)
+    return pieces
+
+
+class Waits:
+    """What every span waited for: its inputs, over the link where they crossed one, and its lane or link."""
 
     def __init__(self, timeline: Timeline, graph: StepGraph) -> None:
         self.graph = graph
@@ -142,78 +188,85 @@ class _Blame:
                     self.row.setdefault(f"{REQUEST}:{member}", row)
         self.arrival: dict[tuple[str, str], Row] = {}
         for row in timeline.rows:
-            if row.kind in ("transfer", "sync"):
-                source, target = row.task.split(":", 1)[1].rsplit(">", 1)
-                self.arrival[source, target] = row
-        self.before: dict[str, Row] = {}
+            if row.kind in LINK_KINDS:
+                source, data, target = link_ends(row.task)
+                self.arrival[f"{source}/{data}", target] = row
+        self.before: dict[str, tuple[Row, ...]] = {}
+        """What had to be over on the same lane, or link."""
         for lane in timeline.lanes:
-            spans = timeline.spans(lane.name)
-            for earlier, later in pairwise(spans):
-                self.before[later.task] = earlier
-            ends = [row.end_us for row in spans]
-            for row in (row for row in timeline.rows if row.kind == REQUEST and row.gpu == lane.name):
-                if place := bisect_right(ends, row.start_us):  # a request waits until the judge is free for it
-                    self.before[row.task] = spans[place - 1]
+            self._note_lane(timeline.spans(lane.name))
+            self._note_lane(timeline.spans(LINK_PREFIX + lane.name))
 
-    def idle(self, spans: Sequence[Row], makespan_us: int) -> dict[str, int]:
-        """Idle time by cause, every cause named."""
-        idle = dict.fromkeys(IDLE_CAUSES, 0)
-        clock = 0
-        for row in spans:
-            if row.start_us > clock:
-                for cause, length in self._gap(row, clock, row.start_us):
-                    idle[cause] += length
-            clock = max(clock, row.end_us)
-        idle["tail"] += makespan_us - clock
-        return idle
+    def _note_lane(self, spans: Sequence[Row]) -> None:
+        for earlier, later in pairwise(spans):
+            self.before[later.task] = self.closing(earlier)
+        served: set[str] = set()
+        for n, span in enumerate(spans):  # a request joins when its judge is there for it
+            for request in (self.row[f"{REQUEST}:{m}"] for m in span.members.split() if span.kind == "score"):
+                if request.kind == REQUEST and request.task not in served:
+                    served.add(request.task)
+                    if n and span.start_us >= request.start_us:
+                        self.before[request.task] = self.closing(spans[n - 1])
 
-    def _gap(self, row: Row, low: int, high: int) -> Iterable[tuple[str, int]]:
-        """(cause, us) pieces of the gap [low, high) in front of ``row``."""
-        current: Row | None = row
-        while high > low:
-            current = self._latest(current) if current is not None else None
-            if current is None:
-                yield (
-                    "wait:controller",
-                    high - low,
-                )  # its inputs were there: only a measured step has such a gap
-                return
-            start = min(max(current.start_us, low), high)
-            if high > start:
-                yield _CAUSE[current.kind], high - start
-                high = start
+    def closing(self, span: Row) -> tuple[Row, ...]:
+        """The spans whose end is the end of this one: itself, or the last requests of a judge's busy span.
 
-    def _latest(self, row: Row) -> Row | None:
-        """The last span of some length that ``row`` waited for: an input, or the span before it on its lane.
-
-        Spans of no length are looked through: their order within an instant says nothing.
+        None where another task cut the busy span short: then the end was that task's doing.
         """
-        found: list[Row] = []
-        left, seen = [row], {row.task}
-        while left:
-            current = left.pop()
-            before = [self.before[current.task]] if current.task in self.before else []
-            for earlier in (*self._inputs(current), *before):
-                if earlier.end_us <= row.start_us and earlier.task not in seen:
-                    seen.add(earlier.task)
-                    (found if earlier.start_us < earlier.end_us else left).append(earlier)
-        return max(found, key=lambda r: (r.end_us, r.start_us, r.task), default=None)
+        requests = [self.row[f"{REQUEST}:{m}"] for m in span.members.split() if span.kind == "score"]
+        requests = [row for row in requests if row.kind == REQUEST]
+        return tuple(row for row in requests if row.end_us == span.end_us) if requests else (span,)
 
-    def _inputs(self, row: Row) -> Iterable[Row]:
-        if row.kind in ("transfer", "sync"):
-            source = row.task.split(":", 1)[1].rsplit(">", 1)[0].rsplit("/", 1)[0]
-            yield self.row[source]
-            return
+    def latest(self, row: Row) -> Row | None:
+        """The span of some length that ``row`` waited for last; None where it waited for nothing.
+
+        Of several the first is an input rather than the span before, and on the same lane rather than another. Spans
+        of no length are looked through: their order within an instant says nothing.
+        """
+        found: list[tuple[bool, Row]] = []
+        seen = {row.task}
+        for is_input, first in ((True, chain(*self.inputs(row))), (False, self.before.get(row.task, ()))):
+            left = list(first)
+            while left:
+                earlier = left.pop()
+                if earlier.task in seen or earlier.start_us > row.start_us:
+                    continue
+                seen.add(earlier.task)
+                if earlier.start_us == earlier.end_us:
+                    left += (*chain(*self.inputs(earlier)), *self.before.get(earlier.task, ()))
+                elif earlier.start_us < row.start_us:
+                    found.append((is_input, earlier))
+        rank = max(
+            ((min(e.end_us, row.start_us), is_input, e.gpu == row.gpu, e.start_us, e.task) for is_input, e in found),
+            default=None,
+        )
+        return None if rank is None else self.row[rank[-1]]
+
+    def inputs(self, row: Row) -> list[tuple[Row, ...]]:
+        """The spans each input came from: one, or all that the controller's task behind it gathered.
+
+        An input that crossed lanes comes from its transfer, a transfer from the task that made the data.
+        """
+        if row.kind in LINK_KINDS:
+            source = self.row.get(link_ends(row.task)[0])
+            return [] if source is None else [(source,)]
         tasks = [row.task] if row.task in self.graph.by_id else [f"{REQUEST}:{m}" for m in row.members.split()]
-        for name in tasks:
-            yield from self._needs(name, row.gpu)
+        return [rows for name in tasks for rows in self._needs(name, row.gpu)]
 
-    def _needs(self, name: str, gpu: str) -> Iterable[Row]:
+    def _needs(self, name: str, gpu: str | None) -> Iterator[tuple[Row, ...]]:
+        """What brings a task's inputs to ``gpu``; the controller (None) has everything at once."""
         task = self.graph.by_id.get(name)
         for need in task.needs if task else ():
             if self.graph.by_id[need.task].kind in CONTROL_KINDS:
-                yield from self._needs(need.task, gpu)
-            elif (f"{need.task}/{need.data}", gpu) in self.arrival:
-                yield self.arrival[f"{need.task}/{need.data}", gpu]
+                yield tuple(row for rows in self._needs(need.task, None) for row in rows)
+            elif gpu is not None and (f"{need.task}/{need.data}", gpu) in self.arrival:
+                yield (self.arrival[f"{need.task}/{need.data}", gpu],)
             elif need.task in self.row:
-                yield self.row[need.task]
+                yield (self.row[need.task],)
+
+
+def link_ends(task: str) -> tuple[str, str, str]:
+    """(source task, data kind, target lane) of a link row: ``transfer:generate:3/latents>reward1``."""
+    route, _, target = task.partition(":")[2].rpartition(">")
+    source, _, data = route.rpartition("/")
+    return source, data, target

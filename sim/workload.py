@@ -6,6 +6,7 @@ Neither says where a task runs: that is a placement (``sim.plan``). Named worklo
 
 from __future__ import annotations
 
+import random
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -58,6 +59,10 @@ class Workload(Document):
     advantage_scope: Literal["group", "minibatch", "batch"] = "group"
     reward_shape: Literal["pointwise", "anchor", "all_pairs"] = "pointwise"
     reference_replay: bool = False
+    kl_beta: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of a KL to the reference: of Gaussians (means) for flow_grpo, of log-probabilities for kvpo."""
+    train_per_group: Positive | None = None
+    """How many of each group are trained, chosen when its rewards are known (best-of-n); None: all."""
     judge_tokens: Positive = 64
     window_frames: Positive | None = None
     sink_frames: Annotated[int, Field(ge=0)] = 0
@@ -75,6 +80,8 @@ class Workload(Document):
     weight_decay: Annotated[float, Field(ge=0)] = 1e-4
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     on_unscorable: Literal["fail", "drop_group", "mask_candidate"] = "fail"
+    failed_rewards: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """A what-if: candidates whose reward does not come; ``on_unscorable`` says what becomes of them."""
     deterministic: bool = True
     seed: Annotated[int, Field(ge=0)] = 0
     profile: str | None = None
@@ -120,6 +127,9 @@ class Workload(Document):
             raise ValueError(
                 f"mini_batches={m} must be at most {b // 2} with advantage_scope='minibatch': one score has no spread"
             )
+        self._check_kl()
+        self._check_selection()
+        self._check_failed()
         if self.algorithm == "kvpo":
             if (b // n) % m:
                 raise ValueError(
@@ -129,6 +139,87 @@ class Workload(Document):
             if self.reward_shape != "anchor":
                 raise ValueError(f"reward_shape={self.reward_shape!r} must be 'anchor' for KVPO")
         return self
+
+    def _check_kl(self) -> None:
+        if not self.kl_beta:
+            return
+        if self.algorithm == "dancegrpo":
+            raise ValueError(
+                f"kl_beta={self.kl_beta} must be 0 with algorithm='dancegrpo', which has no KL; use flow_grpo or kvpo"
+            )
+        if not self.reference_replay:
+            raise ValueError(f"kl_beta={self.kl_beta} needs the reference; set reference_replay: true, or kl_beta: 0")
+
+    def _check_selection(self) -> None:
+        n, groups = self.train_per_group, self.candidates // self.group_size
+        if n is None:
+            return
+        if n > self.group_size:
+            raise ValueError(f"train_per_group={n} must be in 1..{self.group_size} (group_size={self.group_size})")
+        if self.algorithm == "kvpo" and n < self.group_size:
+            raise ValueError(
+                f"train_per_group={n} must be {self.group_size} with algorithm='kvpo': its softmax needs all branches"
+            )
+        if groups % self.mini_batches:
+            raise ValueError(
+                f"mini_batches={self.mini_batches} must divide the {groups} groups with train_per_group: otherwise "
+                f"rewards would decide which mini-batch a candidate is in, and no replay could start before them"
+            )
+
+    def _check_failed(self) -> None:
+        failed = self.failed_rewards
+        if not failed:
+            return
+        if len(set(failed)) < len(failed) or max(failed) >= self.candidates:
+            raise ValueError(
+                f"failed_rewards={list(failed)} must name candidates of 0..{self.candidates - 1}, each once"
+            )
+        if self.on_unscorable == "fail" or (self.on_unscorable == "mask_candidate" and self.algorithm == "kvpo"):
+            allowed = "drop_group" if self.algorithm == "kvpo" else "drop_group or mask_candidate"
+            raise ValueError(
+                f"failed_rewards={list(failed)} with on_unscorable={self.on_unscorable!r} leaves no step to look at; "
+                f"set on_unscorable to {allowed}"
+            )
+        for m in range(self.mini_batches):
+            if not self.trained_members(m):
+                raise ValueError(
+                    f"failed_rewards={list(failed)} with on_unscorable={self.on_unscorable!r} leave nobody of "
+                    f"mini-batch {m} to train; name fewer"
+                )
+
+    @property
+    def gaussian_kl(self) -> bool:
+        """The loss has a KL between Gaussians, whose gradient needs the reference's means (latent-sized)."""
+        return self.algorithm == "flow_grpo" and self.kl_beta > 0
+
+    @property
+    def selects(self) -> bool:
+        """Some candidates are dropped when rewards are known."""
+        chosen = self.train_per_group is not None and self.train_per_group < self.group_size
+        return chosen or bool(self.failed_rewards)
+
+    def trained_of(self, group: int) -> tuple[int, ...]:
+        """Candidates of a group that are trained, ascending.
+
+        Without its reward a candidate, or its whole group, is not (``on_unscorable``), nor is a single one that is
+        left. Among the others rewards decide; before them the candidates of a group are exchangeable, so a draw seeded
+        by (seed, group) stands for it: the same for every schedule and placement, blind to where a candidate runs.
+        """
+        members = [i for i in self.group_members(group) if i not in self.failed_rewards]
+        if len(members) < (self.group_size if self.on_unscorable == "drop_group" else 2):
+            return ()
+        wanted = self.train_per_group or self.group_size
+        if wanted < len(members):
+            members = sorted(random.Random(f"{self.seed}/{group}").sample(members, wanted))
+        return tuple(members)
+
+    def trained_members(self, mini_batch: int) -> tuple[int, ...]:
+        """Candidates of a mini-batch that its update learns from: all, or those of its groups that are trained."""
+        members = self.mini_batch_members(mini_batch)
+        if not self.selects:
+            return tuple(members)
+        trained = {i for g in dict.fromkeys(self.group_of(i) for i in members) for i in self.trained_of(g)}
+        return tuple(i for i in members if i in trained)
 
     @property
     def groups(self) -> int:

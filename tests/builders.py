@@ -1,6 +1,6 @@
 """Small workloads and profiles with round numbers; short ways to read a timeline, in seconds."""
 
-from stagebreaker.profiles.table import DATA_KINDS, TASK_KINDS, GpuKind, LinkCost, Profile, TaskCost
+from stagebreaker.profiles.table import DATA_KINDS, DERIVED_KINDS, TASK_KINDS, GpuKind, LinkCost, Profile, TaskCost
 from stagebreaker.sim.engine import simulate
 from stagebreaker.sim.plan import Placement
 from stagebreaker.sim.schedules import build
@@ -13,7 +13,7 @@ def profile_of(serving="serial", t0=0, t1=0, link=None, sizes_bytes=None, **seco
     """Task kinds cost the given ``seconds`` and else nothing; a batch of b takes t0 + b t1."""
     costs = [
         TaskCost(kind=kind, gpu_kind="gpu", samples_us=(round(seconds.get(kind, 0) * SECOND),))
-        for kind in TASK_KINDS
+        for kind in (*TASK_KINDS, *(k for k in DERIVED_KINDS if k in seconds))
         if kind != "score"
     ]
     costs += [

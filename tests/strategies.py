@@ -7,17 +7,27 @@ from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
-from stagebreaker.profiles.table import DATA_KINDS, TASK_KINDS, GpuKind, LinkCost, Profile, TaskCost
-from stagebreaker.sim.dataflow import CONTROL_KINDS, Assignment, Lane, Need, StepGraph, Task
+from stagebreaker.profiles.table import (
+    DATA_KINDS,
+    DERIVED_KINDS,
+    TASK_KINDS,
+    GpuKind,
+    JudgeTurn,
+    LinkCost,
+    Profile,
+    TaskCost,
+    Verdicts,
+)
+from stagebreaker.sim.dataflow import CONTROL_KINDS, GRADIENT_VECTORS, Assignment, Lane, Need, StepGraph, Task
 from stagebreaker.sim.engine import Costs, simulate
 from stagebreaker.sim.plan import SCORING, Placement, Split
-from stagebreaker.sim.schedules import SCHEDULES, build
+from stagebreaker.sim.schedules import SCHEDULES, build, why_not
 from stagebreaker.sim.workload import Cluster, Gpu, Workload
 
 TRAINED_STEPS = 3
 SERVINGS = ("serial", "dynamic", "continuous")
 LANE_KINDS = tuple(kind for kind in TASK_KINDS if kind != "context_rebuild")
-EDGE_DATA = (None, None, *DATA_KINDS, "sign_gradients")
+EDGE_DATA = (None, None, *DATA_KINDS, *(kind for kind in GRADIENT_VECTORS if kind not in DATA_KINDS))
 SMALL_US = st.one_of(st.sampled_from((0, 0, 1, 2, 3)), st.integers(0, 40))
 
 
@@ -44,21 +54,48 @@ class Case:
         return replace(self, graph=StepGraph(tasks, self.graph.lanes))
 
 
+_TURNS = st.builds(JudgeTurn, fetch_us=st.sampled_from((0, 0, 5)), frames=st.integers(0, 2), prompt_tokens=st.just(1))
+VERDICTS = st.builds(
+    Verdicts,
+    turns=st.lists(_TURNS, min_size=1, max_size=2).map(tuple),
+    tokens_per_turn=st.integers(1, 8),
+    sigma=st.sampled_from((0.0, 0.5)),
+    max_tokens=st.integers(4, 12),
+    most_active=st.sampled_from((None, 1, 3)),
+    seed=st.integers(0, 3),
+)
+
+
+def judged_by_tokens(draw, profile):
+    """The profile with a judge that is known token by token."""
+    costs = []
+    for gpu in profile.gpu_kinds:
+        encode, read, first, more = draw(st.tuples(SMALL_US, SMALL_US, SMALL_US, st.integers(0, 3)))
+        costs += [("judge_encode", gpu.name, 1, encode), ("judge_prefill", gpu.name, 1, read)]
+        costs += [("judge_step", gpu.name, 1, first), ("judge_step", gpu.name, 64, first + 63 * more)]
+    more = [TaskCost(kind=k, gpu_kind=g, batch_size=b, samples_us=(us,)) for k, g, b, us in costs]
+    return profile.model_copy(update={"tasks": (*profile.tasks, *more), "verdicts": draw(VERDICTS)})
+
+
 @st.composite
 def profiles(draw, gpu_kinds=1, servings=SERVINGS):
-    """Durations of 0 to 40 us, batch curves that rise, links that take 0 to 9 us."""
+    """Durations of 0 to 40 us, batch curves that rise, links that take 0 to 9 us; half know the derived kinds.
+
+    A third have a judge that is known token by token.
+    """
     names = [f"kind{g}" for g in range(gpu_kinds)]
-    count = gpu_kinds * (len(TASK_KINDS) + 1)
+    kinds = (*TASK_KINDS, *(DERIVED_KINDS if draw(st.booleans()) else ()))
+    count = gpu_kinds * (len(kinds) + 1)
     durations = iter(draw(st.lists(SMALL_US, min_size=count, max_size=count)))
     tasks = []
     for name in names:
-        for kind in TASK_KINDS:
+        for kind in kinds:
             us = next(durations)
             tasks.append(TaskCost(kind=kind, gpu_kind=name, samples_us=(us,)))
             if kind == "score":
                 tasks.append(TaskCost(kind=kind, gpu_kind=name, batch_size=64, samples_us=(us + 8 * next(durations),)))
     sizes = draw(st.lists(st.integers(0, 6), min_size=len(DATA_KINDS), max_size=len(DATA_KINDS)))
-    return Profile(
+    made = Profile(
         name="drawn",
         provenance="provisional",
         source="drawn",
@@ -68,6 +105,7 @@ def profiles(draw, gpu_kinds=1, servings=SERVINGS):
         sizes_bytes=dict(zip(DATA_KINDS, sizes, strict=True)),
         tasks=tuple(tasks),
     )
+    return judged_by_tokens(draw, made) if draw(st.sampled_from((False, False, True))) else made
 
 
 _TASKS = st.lists(
@@ -81,14 +119,15 @@ _TASKS = st.lists(
     min_size=1,
     max_size=16,
 )
-"""Per task: kind, lane, needs as (how many tasks back, data kind), place in its queue, steps or members."""
+"""Per task: kind, lane, needs as (how many tasks back, data kind), place in its queue, steps, members or price."""
 
 
 def _task(number, kind, back, part):
     needs = tuple(Need(number - 1 - distance, data) for distance, data in back if distance < number)
     steps = tuple(range(part)) if kind == "grad_replay" and part else None
     members = tuple(f"{number}.{k}" for k in range(part)) if kind == "score" else ()
-    return Task(number, kind, needs, steps=steps, members=members)
+    cost = {"generate": "generate_train", "grad_replay": "grad_replay_kl"}.get(kind) if part == 3 else None
+    return Task(number, kind, needs, steps=steps, members=members, cost_kind=cost)
 
 
 def _queue_order(tasks, places, consistent):
@@ -132,6 +171,11 @@ def workloads(draw):
     scope = draw(st.sampled_from(("group", "minibatch", "batch")))
     if scope == "minibatch":  # a mini-batch of one has no spread
         mini_batches = min(mini_batches, groups * group_size // 2)
+    mini_batches = min(mini_batches, groups * group_size)
+    selected = None
+    if algorithm != "kvpo" and groups % mini_batches == 0 and draw(st.booleans()):
+        selected = draw(st.integers(1, group_size))
+    kl_beta = 0.0 if algorithm == "dancegrpo" else draw(st.sampled_from((0.0, 0.04)))
     return Workload(
         name="drawn",
         algorithm=algorithm,
@@ -139,7 +183,7 @@ def workloads(draw):
         judge="tiny",
         candidates=groups * group_size,
         group_size=group_size,
-        mini_batches=min(mini_batches, groups * group_size),
+        mini_batches=mini_batches,
         latent_frames=9,
         resolution="64x64",
         chunk_frames=3,
@@ -148,7 +192,10 @@ def workloads(draw):
         old_logprob_source=draw(st.sampled_from(("rollout", "first_replay", "recompute"))),
         advantage_scope=scope,
         reward_shape=shape,
-        reference_replay=draw(st.booleans()),
+        reference_replay=draw(st.booleans()) or kl_beta > 0,
+        kl_beta=kl_beta,
+        train_per_group=selected,
+        seed=draw(st.integers(0, 3)),
         deterministic=draw(st.booleans()),
     )
 
@@ -156,7 +203,7 @@ def workloads(draw):
 @st.composite
 def placements(draw, workload, scorings=SCORING):
     """Any schedule, one to three GPUs of each role, any counts moved; sometimes a candidate split by step."""
-    schedule = draw(st.sampled_from(sorted(SCHEDULES)))
+    schedule = draw(st.sampled_from(sorted(name for name in SCHEDULES if why_not(name, workload) is None)))
     actors, rewards = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     moved = {}
     if SCHEDULES[schedule].movable:

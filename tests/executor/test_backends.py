@@ -20,6 +20,7 @@ from stagebreaker.executor.worker import Order
 from stagebreaker.placement.__main__ import find_profile
 from stagebreaker.profiles.cli import RunFailedError
 from stagebreaker.profiles.document import InputError
+from stagebreaker.profiles.table import JudgeTurn, TaskCost, Verdicts
 from stagebreaker.sim.dataflow import Lane, Need, Task
 from stagebreaker.sim.engine import Costs, simulate
 from stagebreaker.sim.schedules import SCHEDULES
@@ -96,21 +97,35 @@ def costs(name):
 @pytest.fixture(scope="module")
 def sleepers(ray):
     """Six emulated GPUs per time scale, shared by several schedules: scale -> backend."""
-    program, made = six("merged_replay"), {}
+    made = {}
 
-    def at(scale):
-        if scale not in made:
-            made[scale] = Emulated(program.graph.lanes, costs_of(program), scale)
-        return made[scale]
+    def at(scale, program):
+        key = (scale, program.plan.profile.verdicts is None)
+        if key not in made:
+            made[key] = Emulated(program.graph.lanes, costs_of(program), scale)
+        return made[key]
 
     yield at
     for backend in made.values():
         backend.stop()
 
 
-def six(schedule, serving="continuous", **moved):
+@cache
+def by_tokens():
+    """The same costs, but verdicts of about 1,000 tokens in two turns, the second after a fetch of 2 s."""
+    profile = costs("dancegrpo-vrt")
+    prices = {("judge_encode", 1): 100_000, ("judge_prefill", 1): 1_000_000}
+    prices |= {("judge_step", b): 20_000 + 500 * b for b in (1, 64)}
+    gpu = profile.gpu_kinds[0].name
+    more = [TaskCost(kind=kind, gpu_kind=gpu, batch_size=b, samples_us=(us,)) for (kind, b), us in prices.items()]
+    turns = (JudgeTurn(frames=8, prompt_tokens=1), JudgeTurn(fetch_us=2_000_000, frames=4, prompt_tokens=1))
+    verdicts = Verdicts(turns=turns, ends_after=(0.5,), tokens_per_turn=500, sigma=0.35)
+    return profile.model_copy(update={"tasks": (*profile.tasks, *more), "verdicts": verdicts})
+
+
+def six(schedule, serving="continuous", profile=None, **moved):
     """dancegrpo-vrt at 24 candidates on 4 actors and 2 reward GPUs."""
-    profile = costs("dancegrpo-vrt").model_copy(update={"serving": serving})
+    profile = profile or costs("dancegrpo-vrt").model_copy(update={"serving": serving})
     workload = load_workload("dancegrpo-vrt", tuple(f"{key}={value}" for key, value in SIX.items()))
     return program_of(workload, place(schedule, 4, 2, **moved), profile)
 
@@ -127,14 +142,18 @@ def costs_of(program):
         six("stagebreaker", vae_moved=20, train_moved=(4, 4)),
         six("stagebreaker", scoring="one_batch", vae_moved=20, train_moved=(4, 4)),
         six("stagebreaker", serving="dynamic", vae_moved=20, train_moved=(4, 4)),
+        six("stagebreaker", profile=by_tokens(), vae_moved=20, train_moved=(4, 4)),
     ],
-    ids=lambda p: f"{p.schedule}-{p.plan.schedules[p.schedule].placement.scoring}-{p.serving}",
+    ids=lambda p: (
+        f"{p.schedule}-{p.plan.schedules[p.schedule].placement.scoring}-{p.serving}"
+        + ("-tokens" if p.plan.profile.verdicts else "")
+    ),
 )
 def test_emulated_steps_take_the_simulated_time(sleepers, program, monkeypatch):
     """The median step within 5 %, task by task: what the controller adds is small beside a step of a few seconds."""
     predicted = simulated_step(program)
     for scale in SCALES:
-        backend, steps_us = sleepers(scale), []
+        backend, steps_us = sleepers(scale, program), []
         monkeypatch.setattr(backend, "_costs", costs_of(program))
         for _ in range(STEPS):
             done = run_step(program.index, program.assignment, program.serving, backend, EmulatedStep())

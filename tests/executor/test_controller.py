@@ -79,7 +79,7 @@ class Scripted:
         for lane, requests in enumerate(self.active):
             if requests and lane not in self.exclusive:
                 least = min(left for left, _, _ in requests.values())
-                soon.append(self.clock + math.ceil(least * self.costs.batch_us(len(requests), lane) - 1e-6))
+                soon.append(self.clock + math.ceil(least * self.costs.batch_us(list(requests), lane) - 1e-6))
         self._advance(min(soon) - self.clock)
         done = []
         while self.events and self.events[0][0] == self.clock:
@@ -102,7 +102,7 @@ class Scripted:
     def _advance(self, elapsed_us):
         for lane, requests in enumerate(self.active):
             if requests and lane not in self.exclusive:
-                step = elapsed_us / self.costs.batch_us(len(requests), lane)
+                step = elapsed_us / self.costs.batch_us(list(requests), lane)
                 for request in requests.values():
                     request[0] -= step
         self.clock += elapsed_us

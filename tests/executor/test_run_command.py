@@ -150,6 +150,15 @@ def test_bad_input_is_one_line(command, plan, tmp_path, arguments, parts):
     assert not list(tmp_path.rglob("metrics.jsonl"))
 
 
+@pytest.mark.parametrize("schedule", ["lean", "one_step_off"])
+def test_a_schedule_without_engines_is_refused(command, tmp_path, schedule):
+    plan_of(small(), place("merged_replay"), place(schedule)).save(tmp_path / "plan.json")
+    arguments = ("--plan", tmp_path / "plan.json", "--schedule", schedule)
+    for backend in ((), ("--backend", "inline")):
+        parts = (f"schedule {schedule} is simulated only", "run colocated, async_reward", "--backend emulated")
+        refused(command(*arguments, *backend), *parts)
+
+
 def test_an_edited_plan_is_refused(command, plan):
     document = json.loads(plan.read_text())
     document["schedules"]["stagebreaker"]["lane_of"]["vae_decode:3"] = "reward0"

@@ -222,4 +222,9 @@ def test_engines_that_are_not_needed_are_not_loaded():
 def test_what_has_no_kernel_is_refused():
     with pytest.raises(InputError, match="reference_replay=true"):
         Worker(small(reference_replay=True))
+    with pytest.raises(InputError, match="algorithm='flow_grpo' has no kernels yet"):
+        Worker(small(algorithm="flow_grpo", reference_replay=True, kl_beta=0.04))
+    with pytest.raises(InputError, match="train_per_group=1 is not selected by any engine yet; real engines run"):
+        check_executable(small(train_per_group=1, mini_batches=1))
     check_executable(small())
+    check_executable(small(), "stagebreaker")

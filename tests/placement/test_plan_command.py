@@ -11,7 +11,9 @@ from builders import profile_of, workload_of
 
 from stagebreaker.placement import __main__ as command
 from stagebreaker.placement.certificate import Certificate
+from stagebreaker.placement.report import replay
 from stagebreaker.profiles.document import InputError
+from stagebreaker.sim.critical import by_kind, critical_path
 from stagebreaker.sim.plan import Plan
 from stagebreaker.sim.schedules import SCHEDULES
 from stagebreaker.sim.timeline import COLUMNS
@@ -53,8 +55,8 @@ KEYS = [
     "seconds",
 ]
 MORE = {
-    "schedules": {"speedup_vs_best_baseline", "gap"},
-    "best": {"best_baseline"},
+    "schedules": {"speedup_vs_best_baseline", "gap", "off_policy"},
+    "best": {"videos_per_s", "videos_per_gpu_s", "best_baseline"},
     "top": {"any_schedule_bound_us", "profile_provenance"},
 }
 """Keys beyond those that scripts are promised."""
@@ -122,6 +124,8 @@ def test_plan_writes_five_files_and_a_table(run, tmp_path):
     assert (code, "Traceback" in stderr) == (0, False)
     assert sorted(path.name for path in (tmp_path / "deep/plan").iterdir()) == FILES
     assert all(name in stdout for name in SCHEDULES)
+    assert "off-policy" in stdout
+    assert "its speedup is over other mathematics" in stdout
     assert "dancegrpo-vrt on 2 GPUs" in stdout
     assert (tmp_path / "deep/plan/timeline.csv").read_text().splitlines()[0] == ",".join(COLUMNS)
     assert json.loads((tmp_path / "deep/plan/trace.json").read_text())
@@ -423,6 +427,10 @@ def test_explain_names_every_gpu_and_what_binds(run, folder, schedule):
         assert lane in stdout
     assert "binds" in stdout
     assert "generate" in stdout
+    (line,) = [line for line in stdout.splitlines() if line.startswith("Critical path: ")]
+    kinds = by_kind(critical_path(*replay(plan, schedule)))
+    longest = next(iter(kinds))
+    assert line.startswith(f"Critical path: {longest} {100 * kinds[longest] / plan.schedules[schedule].step_us:.0f} %")
 
 
 def test_help_names_every_option(run):

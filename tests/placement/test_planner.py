@@ -107,7 +107,8 @@ def test_each_schedule_has_its_own_best_split(slow, name):
 
 
 def test_the_headline_is_over_the_best_baseline_at_its_own_best_split(slow):
-    theirs = {n: slow.plan.schedules[n].best_split_step_us for n in SCHEDULES if not SCHEDULES[n].ours}
+    others = [name for name, schedule in SCHEDULES.items() if schedule.eligible and not schedule.ours]
+    theirs = {name: slow.plan.schedules[name].best_split_step_us for name in others}
     assert theirs[slow.best_baseline] == min(theirs.values())
     for row in slow.summary.values():
         assert row.speedup_vs_best_baseline == min(theirs.values()) / row.step_us
@@ -120,7 +121,8 @@ def test_the_headline_is_over_the_best_baseline_at_its_own_best_split(slow):
 def test_the_plan_is_never_slower_than_a_baseline_at_any_split(workload, profile, gpus):
     planned = make_plan(workload, Cluster.equal(gpus, "kind0"), profile)
     best = planned.summary[planned.plan.best]
-    assert best.step_us == min(row.best_split_step_us for row in planned.summary.values())
+    eligible = [row for name, row in planned.summary.items() if SCHEDULES[name].eligible]
+    assert best.step_us == min(row.best_split_step_us for row in eligible)
     assert best.speedup_vs_best_baseline is None or best.speedup_vs_best_baseline >= 1.0
     assert SCHEDULES[planned.plan.best].ours or best.speedup_vs_best_baseline in (None, 1.0)
     assert planned.any_schedule_bound_us <= best.step_us
@@ -207,3 +209,42 @@ def test_a_reward_role_without_a_gpu_is_an_error_and_not_colocation():
     for name in ("async_reward", "stagebreaker", "merged_replay"):
         with pytest.raises(InputError, match="needs a reward GPU, but rewards=0"):
             simulated(EIGHT, placement_of(name, 2, 0), SLOW_JUDGE)
+
+
+# -- other algorithms and schedules ----------------------------------------------------------------------------
+
+
+def test_selection_makes_early_training_lose():
+    """One of eight is trained: replaying all eight before the scores costs more than waiting for them."""
+    profile = profile_of(generate=10, loss_replay=8, grad_replay=20, t1=4, switch=30)
+    fields = {"candidates": 8, "group_size": 8}
+    few, every = (planned_for(workload_of(**fields, train_per_group=n), profile, 3) for n in (1, None))
+    steps = {name: row.best_split_step_us for name, row in few.summary.items()}
+    assert steps["async_reward_merged"] < min(steps[n] for n in ("async_train", "merged_replay", "stagebreaker"))
+    assert few.plan.best == few.best_baseline
+    assert not SCHEDULES[few.plan.best].ours
+    assert SCHEDULES[every.plan.best].ours
+    assert few.any_schedule_bound_us <= min(steps[n] for n, schedule in SCHEDULES.items() if schedule.eligible)
+
+
+@pytest.mark.parametrize(("name", "costs", "seconds"), [
+    ("lean", {"loss_replay": 18, "t1": 5, "update": 1}, 30),  # 2 rollouts with a backward of 2, a verdict, the update
+    ("one_step_off", {"t1": 30, "update": 40}, 100),  # 2 rollouts, 2 replays, the update, while the judge works
+])  # fmt: skip
+def test_what_is_off_policy_or_only_simulated_is_shown_and_never_chosen(name, costs, seconds):
+    profile = profile_of(generate=10, grad_replay=20, switch=100, **costs)
+    planned = planned_for(workload_of(), profile, 2, scoring=("on_arrival",))
+    shown = report(planned, 0.0)
+    assert list(shown["schedules"])[-2:] == ["lean", "one_step_off"]
+    assert shown["schedules"][name]["step_us"] == seconds * 1_000_000 < shown["best"]["step_us"]
+    assert SCHEDULES[planned.plan.best].eligible
+    assert SCHEDULES[planned.best_baseline].eligible
+    assert [n for n, row in shown["schedules"].items() if row["off_policy"]] == ["one_step_off"]
+    assert [n for n, row in shown["schedules"].items() if row["gap"] is None] == ["lean", "one_step_off"]
+    theirs = shown["schedules"][planned.best_baseline]["best_split_step_us"]
+    assert shown["schedules"][name]["speedup_vs_best_baseline"] == theirs / (seconds * 1_000_000)
+
+
+def test_a_schedule_that_a_workload_cannot_have_is_left_out():
+    planned = planned_for(workload_of(old_logprob_source="recompute"), SLOW_JUDGE, 2)
+    assert list(planned.plan.schedules) == [name for name in SCHEDULES if name != "lean"]

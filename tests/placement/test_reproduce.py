@@ -1,5 +1,6 @@
 """The published results from the shipped fitted profiles."""
 
+import csv
 import json
 import sys
 from dataclasses import replace
@@ -7,19 +8,32 @@ from dataclasses import replace
 import pytest
 
 from stagebreaker.placement.__main__ import main
-from stagebreaker.placement.reproduce import best_placement, is_reproduced, reproduce
+from stagebreaker.placement.reproduce import (
+    best_placement,
+    graphs_of,
+    is_reproduced,
+    reproduce,
+    simulated,
+    to_csv,
+)
 from stagebreaker.placement.search import search
 from stagebreaker.placement.space import Space
+from stagebreaker.sim.critical import GAP, by_kind, critical_path
 from stagebreaker.sim.published import ACTORS, REWARDS, Case, all_cases, published, shipped_profile, step_of
 from stagebreaker.sim.workload import Cluster
 
 
 @pytest.fixture(scope="module")
-def rows():
+def cases():
     ticks = []
-    found = reproduce(tick=ticks.append)
+    found = simulated(tick=ticks.append)
     assert sum(ticks) == len(all_cases())
     return found
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return reproduce()
 
 
 def ok(rows, figure):
@@ -81,9 +95,41 @@ def test_five_of_the_six_decodes_of_each_actor_move_at_24_candidates():
     assert found.vae_moved == 5 * ACTORS
 
 
-def test_the_command_prints_every_row(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["stagebreaker-plan", "reproduce", "--json"])
+def test_the_csv_holds_every_row_with_the_errors_of_both_ends(rows):
+    lines = list(csv.DictReader(to_csv(rows).splitlines()))
+    assert [line["id"] for line in lines] == [row["id"] for row in rows]
+    for line in lines:
+        for end in ("low", "high"):
+            error = float(line[f"reproduced_{end}"]) / float(line[f"published_{end}"]) - 1
+            assert float(line[f"error_{end}"]) == pytest.approx(error, abs=1e-4)
+    assert {line["in_fit"] for line in lines} == {"True", "False"}
+
+
+def test_the_graphs_are_those_of_the_timelines(cases):
+    case = Case("dancegrpo-vrt", 24)
+    placement, steps = cases[case]
+    for name, graph in graphs_of(case, placement, steps).items():
+        assert graph.lanes == steps[name].lanes
+        path = critical_path(steps[name], graph)
+        assert GAP not in by_kind(path)
+        assert sum(by_kind(path).values()) == steps[name].makespan_us
+
+
+def test_the_command_refuses_a_folder_that_is_a_file_before_it_simulates(monkeypatch, capsys, tmp_path):
+    (tmp_path / "taken").write_text("")
+    monkeypatch.setattr(sys, "argv", ["stagebreaker-plan", "reproduce", "--out", str(tmp_path / "taken")])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    assert "taken" in capsys.readouterr().err
+
+
+def test_the_command_prints_every_row_and_writes_them(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["stagebreaker-plan", "reproduce", "--json", "--out", str(tmp_path)])
     main()
+    assert {path.name for path in tmp_path.iterdir()} == {"fig3.png", "fig9.png", "fig16.png", "reproduced.csv"}
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.glob("*.png"))
+    assert len((tmp_path / "reproduced.csv").read_text().splitlines()) == 25
     rows = json.loads(capsys.readouterr().out)
     keys = {"id", "published_low", "published_high", "reproduced_low", "reproduced_high", "in_fit", "ok"}
     assert len(rows) == 24

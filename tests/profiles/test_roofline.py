@@ -12,6 +12,8 @@ from stagebreaker.profiles.judges import JUDGES, QWEN3_VL_8B, QWEN25_VL_7B, find
 from stagebreaker.profiles.models import (
     MODELS,
     UMT5_XXL,
+    WAN21_VAE,
+    WAN22_VAE,
     WAN_1_3B,
     WAN_5B,
     Clip,
@@ -19,8 +21,10 @@ from stagebreaker.profiles.models import (
     Lora,
     Passes,
     activation_bytes,
+    block_activation_bytes,
     context_refresh,
     find_model,
+    grad_activation_bytes,
     grad_replay,
     replay,
     rollout,
@@ -38,7 +42,8 @@ from stagebreaker.profiles.roofline import (
     token_step_s,
     verdict_s,
 )
-from stagebreaker.profiles.table import DATA_KINDS, TASK_KINDS, Profile
+from stagebreaker.profiles.table import DATA_KINDS, MEMORY_KINDS, TASK_KINDS, Profile
+from stagebreaker.sim.serving import Lazy, TokenService, draw_tokens, serve_all_us, turns_of
 from stagebreaker.sim.workload import load_workload
 
 TERA, GIGA = 10**12, 10**9
@@ -242,6 +247,33 @@ def test_weight_and_activation_bytes():
     assert 2 * WAN_1_3B.parameters / GIGA == pytest.approx(2.84, abs=0.01)
     assert WAN_5B.parameters / GIGA == pytest.approx(5.0, abs=0.01)
     assert activation_bytes(WAN_1_3B, 4680) / GIGA == pytest.approx(12, abs=0.1)
+    assert 30 * block_activation_bytes(WAN_1_3B, 4680) == activation_bytes(WAN_1_3B, 4680)
+
+
+def test_a_grad_forward_keeps_activations_and_joined_keys_and_values():
+    """About 12 GB and 3.5 to 6 GB; with checkpointing the 30 inputs and one block."""
+    kept = [grad_activation_bytes(WAN_1_3B, 4680, frames * 1560) / GIGA for frames in (9, 18)]
+    assert kept == pytest.approx([12 + 3.45, 12 + 6.04], abs=0.1)
+    checkpointed = grad_activation_bytes(WAN_1_3B, 4680, 18 * 1560, checkpointing=True) / GIGA
+    assert checkpointed == pytest.approx((2 * 30 * 4680 * 1536 + (12e9 + 6.04e9) / 30) / GIGA, rel=0.01)
+
+
+def test_memory_of_engines():
+    """Checkpoint files: VAE 0.51 GB in fp32 (2.1), 2.8 GB (2.2); umT5-XXL encoder 11.4 GB; a 7B judge 8.3 B weights."""
+    assert 4 * WAN21_VAE.parameters / GIGA == pytest.approx(0.508, rel=0.01)
+    assert 4 * WAN22_VAE.parameters / GIGA == pytest.approx(2.82, rel=0.01)
+    memory = predicted().memory_bytes
+    assert memory["text_encoder_weights"] / GIGA == pytest.approx(11.36, rel=0.01)
+    assert QWEN25_VL_7B.weight_bytes / GIGA == pytest.approx(16.6, rel=0.02)
+    assert QWEN3_VL_8B.weight_bytes / GIGA == pytest.approx(17.5, rel=0.03)
+
+
+def test_decoding_state_is_what_a_server_reports():
+    """1.8 GiB of streaming state a session at 480x832, and room for three tensors of four frames."""
+    state = WAN21_VAE.decode_bytes(480, 832) - 3 * 4 * 2 * 96 * 480 * 832
+    assert state / 2**30 == pytest.approx(1.8, rel=0.05)
+    assert WAN21_VAE.decode_bytes(352, 640) / WAN21_VAE.decode_bytes(480, 832) == pytest.approx(352 * 640 / 399_360)
+    assert WAN22_VAE.decode_bytes(480, 832) / WAN21_VAE.decode_bytes(480, 832) == pytest.approx(256 / 4 / 96)
 
 
 def test_sizes_of_a_video():
@@ -446,6 +478,7 @@ def test_a_predicted_profile_knows_everything_and_says_what_it_is(hardware, tmp_
     assert (profile.provenance, profile.serving) == ("predicted", "continuous")
     assert "no measurement" in profile.source
     assert tuple(profile.sizes_bytes) == DATA_KINDS
+    assert tuple(profile.memory_bytes) == MEMORY_KINDS
     for kind in TASK_KINDS:
         assert profile.duration_us(kind, hardware.name) > 0, kind
     assert tuple(profile.curve_us("score", hardware.name)) == SCORE_BATCHES
@@ -461,7 +494,31 @@ def test_sizes_are_those_of_the_shipped_workload():
         "frames": 97_044_480,
         "gradient": 188_743_680,
         "adapter": 188_743_680,
+        "reference": 12_579_840,  # means of three trained steps
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "gigabytes"),
+    [
+        ("kvpo-vrt", "gradient_buffer", 1.40),  # rank 256 on all linears: 350 M parameters in fp32
+        ("kvpo-vrt", "adapter", 1.40),
+        ("kvpo-vrt", "optimizer", 2.80),
+        ("kvpo-vrt", "kv_cache", 3.45),  # 12 frames
+        ("dancegrpo-vrt", "kv_cache", 6.04),  # 21 frames
+        ("dancegrpo-vrt", "gradient_buffer", 0.189),  # rank 64 on attention
+        ("dancegrpo-vrt", "policy_weights", 2.84),
+        ("dancegrpo-vrt", "judge_reserve", 57_344 * (700 + 16 * 510 + 500) / GIGA),
+    ],
+)
+def test_memory_of_the_shipped_workloads(name, kind, gigabytes):
+    assert predicted(name).memory_bytes[kind] / GIGA == pytest.approx(gigabytes, rel=0.01)
+
+
+def test_checkpointing_shrinks_the_activations_of_the_grad_replay_alone():
+    plain, again = predicted().memory_bytes, predicted(checkpointing=True).memory_bytes
+    assert {kind for kind in MEMORY_KINDS if plain[kind] != again[kind]} == {"grad_replay_activations"}
+    assert again["grad_replay_activations"] < plain["grad_replay_activations"] / 10
 
 
 def test_values_beyond_the_trained_steps_lengthen_every_replay():
@@ -512,3 +569,34 @@ def test_a_predicted_profile_plans_a_step():
     assert steps["merged_replay"] < steps["async_reward_merged"] < steps["async_reward"]
     trained = 12 * profile.duration_us("grad_replay", PRO.name)
     assert steps["merged_replay"] > (12 * profile.duration_us("generate", PRO.name) + trained) // 4
+
+
+# -- verdicts, token by token ----------------------------------------------------------------------------
+
+
+def test_without_spread_a_predicted_verdict_takes_what_the_curve_says():
+    """One turn: the same reading and writing, so t(b) agrees; two turns share one step curve, within 2 %."""
+    for name, tolerance in (("dancegrpo-urflex", 1e-3), ("dancegrpo-vrt", 0.02)):
+        profile = predicted(name, sigma=0.0)
+        gpu = profile.gpu_kinds[0].name
+        for batch in (1, 4, 12):
+            names = [str(i) for i in range(batch)]
+            turns = {request: turns_of(profile, gpu, request) for request in names}
+            steps = Lazy(lambda n, profile=profile, gpu=gpu: profile.duration_us("judge_step", gpu, n))
+            took = serve_all_us(TokenService(turns, steps), names)
+            assert took == pytest.approx(profile.duration_us("score", gpu, batch), rel=tolerance)
+
+
+def test_spread_makes_the_last_verdict_late():
+    """The mean length grows by exp(sigma^2 / 2); the longest of twelve by far more."""
+    even, spread = (predicted(sigma=sigma) for sigma in (0.0, 0.5))
+    lengths = [sum(draw_tokens(spread.verdicts, str(i))) for i in range(12)]
+    usual = sum(draw_tokens(even.verdicts, "0"))
+    assert max(lengths) > 1.5 * usual
+    assert spread.verdicts.most_active == even.verdicts.most_active > 12
+    assert spread.verdicts.max_tokens == 4 * spread.verdicts.tokens_per_turn
+
+
+def test_a_spread_that_cannot_be_is_refused():
+    with pytest.raises(InputError, match=r"sigma=-0.1 must be in 0..3"):
+        predicted(sigma=-0.1)

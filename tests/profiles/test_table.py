@@ -87,6 +87,16 @@ def test_an_absent_size_is_an_error_and_not_zero():
         parsed(sizes_bytes={"adapter": 1}).size_bytes("frames")
 
 
+def test_memory_that_is_not_known_is_not_written_and_changes_no_hash():
+    known = parsed(memory_bytes={"kv_cache": 7})
+    assert known.held_bytes("kv_cache") == 7
+    assert '"memory_bytes": {\n    "kv_cache": 7' in known.to_json()
+    assert 'memory_bytes": {' not in parsed().to_json()
+    assert parsed().digest() == parsed(memory_bytes={}).digest() != known.digest()
+    with pytest.raises(InputError, match=r"no memory_bytes\.adapter; it has kv_cache; add it"):
+        known.held_bytes("adapter")
+
+
 @pytest.mark.parametrize(
     ("latency_us", "bytes_per_s", "size", "us"),
     [
@@ -117,6 +127,8 @@ def test_link_rounds_up_to_whole_microseconds(latency_us, bytes_per_s, size, us)
         ({"tasks": [cost(batch_size=0)]}, r"tasks\.0\.batch_size=0"),
         ({"tasks": [cost(sample_us=[1])]}, r"unknown key 'tasks\.0\.sample_us'; did you mean 'samples_us'"),
         ({"sizes_bytes": {"latent": 1}}, "no data kind; did you mean 'latents'"),
+        ({"memory_bytes": {"kv_cash": 1}}, "no memory kind; did you mean 'kv_cache'"),
+        ({"memory_bytes": {"kv_cache": -1}}, r"memory_bytes\.kv_cache=-1"),
         ({"sizes_bytes": {"latents": -1}}, r"sizes_bytes\.latents=-1"),
         ({"link": {"bytes_per_s": 0}}, r"link\.bytes_per_s=0"),
         (

@@ -22,7 +22,7 @@ def dispatch_of(tasks, lane_of, serve_after=None):
 
 
 def begun(dispatch):
-    assert dispatch.begin() == []
+    assert dispatch.begin() == dispatch.index.roots
     return dispatch
 
 
@@ -48,7 +48,7 @@ def test_a_lane_takes_its_queue_in_order_and_only_when_inputs_are_in():
     _, transfers = dispatch.complete(n["generate:0"])
     for transfer in transfers:
         assert dispatch.next_task(transfer.target) is None
-        dispatch.arrive(transfer)
+        dispatch.arrive(transfer.users)
     assert [dispatch.next_task(lane) for lane in range(3)] == [None, n["old_replay:0"], n["vae_decode:0"]]
 
 
@@ -74,10 +74,10 @@ def test_data_for_the_same_lane_or_the_controller_does_not_travel():
     )
     begun(dispatch)
     dispatch.take_task(0)
-    controls, transfers = dispatch.complete(n["grad_replay:0"])
-    assert (controls, transfers) == ([n["advantage:0"]], ())
+    ready, transfers = dispatch.complete(n["grad_replay:0"])
+    assert (ready, transfers) == ([n["advantage:0"]], ())
     assert dispatch.next_task(0) is None
-    assert dispatch.complete(n["advantage:0"]) == ([], ())
+    assert dispatch.complete(n["advantage:0"]) == ([n["fold:0"]], ())
     assert dispatch.next_task(0) == n["fold:0"]
 
 

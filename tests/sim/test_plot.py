@@ -21,16 +21,18 @@ from matplotlib.text import Text
 
 from stagebreaker.profiles.document import InputError
 from stagebreaker.profiles.table import Profile
+from stagebreaker.sim.critical import critical_path
 from stagebreaker.sim.dataflow import Lane, StepGraph
 from stagebreaker.sim.engine import simulate
 from stagebreaker.sim.palette import STYLES
 from stagebreaker.sim.plan import Placement
-from stagebreaker.sim.plot import gantt, gantts, save_figure, speedup_bars
+from stagebreaker.sim.plot import COLUMN_IN, PAGE_IN, SCREEN_IN, gantt, gantts, save_figure, speedup_bars
 from stagebreaker.sim.schedules import build
-from stagebreaker.sim.timeline import Row, Timeline
+from stagebreaker.sim.timeline import IDLE_CAUSES, Row, Timeline
 from stagebreaker.sim.workload import Cluster, load_workload
 
 DATA = resources.files("stagebreaker.profiles.data")
+IDLE_OTHER = set(IDLE_CAUSES) - {"wait:reward", "tail"}
 PROFILE = Profile.load(Path(str(DATA / "provisional-dancegrpo-vrt.json")))
 
 
@@ -182,7 +184,10 @@ def test_the_legend_holds_the_kinds_that_occur_and_lies_outside(schedule: str) -
     timeline, graph = simulated(schedule, scoring="on_arrival")
     ax = gantt(timeline, graph)
     occur = {r.kind for r in timeline.rows} - {"transfer", "sync"}
-    assert legend_of(ax) == [kind.replace("_", " ") for kind in STYLES if kind in occur]
+    waits = ["waits for rewards"] * (schedule == "async_reward") + ["other waiting"]
+    kinds = [kind.replace("_", " ") for kind in STYLES if kind in occur]
+    assert legend_of(gantt(timeline)) == kinds
+    assert legend_of(ax) == [*kinds, *waits, "critical path"]
     canvas(ax).draw()
     legend = ax.get_legend()
     assert legend is not None
@@ -215,6 +220,89 @@ def test_busy_share_and_cause_of_idle_time_stand_beside_each_lane() -> None:
     assert text[0] == f"{share:.0%} busy, {wait:.0%} wait:reward"
     assert text[-1].endswith("tail")
     assert not [n for n in notes(gantt(timeline)) if "busy" in n]
+
+
+def drawn_by(ax: Axes, gid: str) -> list[Any]:
+    """Paths of the collection that ``gid`` names, in data coordinates."""
+    return [path.vertices for c in ax.collections if c.get_gid() == gid for path in c.get_paths()]
+
+
+def test_waiting_is_drawn_where_it_is_and_says_whether_for_rewards() -> None:
+    timeline, graph = simulated("async_reward", scoring="on_arrival")
+    ax = gantt(timeline, graph)
+    idle = {(p.cause, p.start_us, p.end_us) for pieces in timeline.idle(graph).values() for p in pieces}
+    for gid, causes in (("waits for rewards", {"wait:reward"}), ("other waiting", IDLE_OTHER)):
+        expected = {(start, end) for cause, start, end in idle if cause in causes}
+        assert {(round(1e6 * v[:, 0].min()), round(1e6 * v[:, 0].max())) for v in drawn_by(ax, gid)} == expected
+    assert len(drawn_by(ax, "waits for rewards")) == 4, "one for each actor"
+    assert not drawn_by(gantt(timeline), "waits for rewards")
+
+
+@pytest.mark.parametrize("schedule", ["colocated", "async_reward", "stagebreaker"])
+def test_the_critical_path_is_one_line_from_the_first_span_to_the_last(schedule: str) -> None:
+    """Outlines and the lines between them touch at their ends, from 0 to the makespan."""
+    timeline, graph = simulated(schedule, scoring="on_arrival")
+    lines = drawn_by(gantt(timeline, graph), "critical path")
+    outlines = sorted((v[:, 0].min(), v[:, 0].max()) for v in lines if len(v) == 5)
+    path = critical_path(timeline, graph)
+    on_gpus = sum(p.end_us - p.start_us for p in path if p.kind not in ("transfer", "sync")) / 1e6
+    assert sum(end - start for start, end in outlines) == pytest.approx(on_gpus)
+    assert outlines[0][0] == 0
+    joints = [v for v in lines if len(v) == 2]
+    assert len(joints) >= len(outlines) - 1
+    for start, end in outlines[1:]:
+        assert any(v[1, 0] == start for v in joints), (start, end)
+    assert max(v[:, 0].max() for v in lines) == pytest.approx(timeline.makespan_us / 1e6)
+    assert not drawn_by(gantt(timeline), "critical path")
+
+
+def test_a_gap_of_a_measured_step_is_bridged_to_another_lane_and_open_on_the_same() -> None:
+    timeline, graph = simulated("merged_replay", scoring="on_arrival")
+    shifts = {"grad_replay": 10, "update": 20, "sync": 30}
+    rows = [
+        r for r in timeline.rows if r.kind in ("encode_prompt", "generate") or (r.kind in shifts and r.mini_batch == 0)
+    ]
+    late = [replace(r, start_us=r.start_us + s, end_us=r.end_us + s) for r in rows for s in [shifts.get(r.kind, 0)]]
+    measured = Timeline(tuple(late), timeline.lanes)
+    path = critical_path(measured, graph)
+    lines = drawn_by(gantt(measured, graph), "critical path")
+    assert {"gap"} < {piece.kind for piece in path}
+    stays = sorted((v[:, 0].min(), v[:, 0].max()) for v in lines if len(v) == 5)
+    covered = sum(end - start for start, end in stays)
+    on_gpus = sum(p.end_us - p.start_us for p in path if p.kind not in ("gap", "transfer", "sync")) / 1e6
+    assert covered == pytest.approx(on_gpus), "a gap is in no outline"
+    assert any(v[0, 0] < v[1, 0] for v in lines if len(v) == 2)
+
+
+@pytest.mark.parametrize("width_in", [COLUMN_IN, PAGE_IN, SCREEN_IN])
+def test_24_candidates_on_6_gpus_are_legible_at_every_width(width_in: float) -> None:
+    """No two texts overlap, none is smaller than 4.5 points, nothing leaves the figure, and work has its numbers."""
+    timeline, graph = ours(24)
+    ax = gantt(timeline, graph, title="stagebreaker", width_in=width_in)
+    figure = canvas(ax).figure
+    canvas(ax).draw()
+    legend = ax.get_legend()
+    assert legend is not None
+    assert figure.get_figwidth() == width_in
+    ticks = [t for t in ax.get_xticklabels() if t.get_position()[0] <= ax.get_xlim()[1]]
+    texts = [t for t in (*ax.texts, *ax.get_yticklabels(), *ticks, ax.xaxis.label) if t.get_text()]
+    boxes = [(t.get_text(), t.get_window_extent()) for t in texts] + [("legend", legend.get_window_extent())]
+    for (text, box), (other, other_box) in combinations(boxes, 2):
+        assert not box.overlaps(other_box), (text, other)
+    assert min(t.get_fontsize() for t in [*texts, *legend.get_texts()]) >= 4.5
+    for text, box in boxes:
+        assert box.x0 >= -1, text
+        assert box.x1 <= figure.bbox.x1 + 1, text
+    numbers = Counter(bar_labels(ax))
+    assert all(numbers[str(i)] >= 1 for i in range(24))
+
+
+def test_in_a_column_only_the_busy_share_stands_beside_a_lane() -> None:
+    timeline, graph = simulated("async_reward", scoring="on_arrival")
+    text = notes(gantt(timeline, graph, width_in=COLUMN_IN))
+    share = timeline.use(graph)[0].busy_us / timeline.makespan_us
+    assert text[-7:][0] == f"{share:.0%}"
+    assert text[-1] == "busy"
 
 
 @pytest.mark.parametrize(

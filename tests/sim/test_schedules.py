@@ -13,8 +13,10 @@ from stagebreaker.sim.schedules import SCHEDULES, build, schedule_named
 from stagebreaker.sim.workload import load_workload
 
 EIGHT = {"candidates": 8, "group_size": 4, "mini_batches": 2}
-EARLY = ["async_train", "merged_replay", "stagebreaker"]
-MERGED = ["merged_replay", "stagebreaker", "colocated_merged", "async_reward_merged"]
+EARLY = ["async_train", "merged_replay", "stagebreaker", "lean"]
+MERGED = ["merged_replay", "stagebreaker", "colocated_merged", "async_reward_merged", "lean", "one_step_off"]
+REPLAYING = [name for name in SCHEDULES if name != "lean"]
+"""Schedules with a replay for every candidate."""
 
 
 def graph_of(schedule="merged_replay", placement=None, **fields):
@@ -42,8 +44,11 @@ def test_schedule_table():
         "stagebreaker",
         "colocated_merged",
         "async_reward_merged",
+        "lean",
+        "one_step_off",
     ]
     assert [s.name for s in SCHEDULES.values() if s.early] == EARLY
+    assert [s.name for s in SCHEDULES.values() if s.off_policy] == ["one_step_off"]
     assert {s.name for s in SCHEDULES.values() if s.merged} == set(MERGED)
     assert [s.name for s in SCHEDULES.values() if s.everywhere] == ["colocated", "colocated_merged"]
     assert [s.name for s in SCHEDULES.values() if s.ours] == EARLY
@@ -54,7 +59,7 @@ def test_unknown_schedule_names_the_nearest():
         schedule_named("merge_replay")
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", REPLAYING)
 def test_merged_schedules_replay_once_and_the_others_twice(schedule):
     graph = graph_of(schedule)
     loss = [] if schedule in MERGED else [f"loss_replay:{i}" for i in range(8)]
@@ -81,7 +86,7 @@ def test_old_logprob_source(source, replayed):
         assert (f"old_replay:{i}" in needs(graph, f"grad_replay:{i}")) == (i in replayed)
 
 
-@pytest.mark.parametrize("schedule", ["async_train", *MERGED])
+@pytest.mark.parametrize("schedule", ["async_train", *(name for name in MERGED if SCHEDULES[name].eligible)])
 def test_old_and_reference_replays_depend_on_the_rollout_alone(schedule):
     graph = graph_of(schedule, old_logprob_source="recompute", reference_replay=True)
     for i in range(8):
@@ -106,7 +111,7 @@ def test_reference_replay_is_needed_by_its_own_grad_replay():
 # -- mini-batches and updates ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", REPLAYING)
 def test_replays_of_the_next_mini_batch_need_the_update(schedule):
     graph = graph_of(schedule, mini_batches=4)
     for i in range(8):
@@ -125,7 +130,7 @@ def test_update_needs_all_folds_of_its_mini_batch(schedule):
     assert needs(graph, "update:1").keys() == {f"fold:{i}" for i in range(4, 8)}
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if SCHEDULES[name].eligible])
 def test_training_waits_for_scores_unless_it_starts_early(schedule):
     graph = graph_of(schedule)
     scores = {t.id for t in graph.tasks if t.kind in ("score", REQUEST)}
