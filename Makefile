@@ -41,6 +41,8 @@ bench: setup
 figures: setup
 	$(BIN)/stagebreaker-plan --workload dancegrpo-vrt --set candidates=24 --set group_size=12 --out build/figures
 	cp build/figures/timeline.png docs/timeline.png
+	$(BIN)/stagebreaker-plan reproduce --out docs
+	$(BIN)/stagebreaker-plan extrapolate --out docs
 
 clean:
 	rm -rf $(VENV) $(DEMO) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
