@@ -47,12 +47,7 @@ class Program:
         """Expand a schedule; ``InputError`` if the plan's task lists are not what its placement expands to."""
         if schedule not in plan.schedules:
             raise InputError(f"schedule {schedule!r} is not in the plan; {nearest(schedule, plan.schedules)}")
-        for what, document, claimed in (
-            ("workload", plan.workload, plan.workload_sha256),
-            ("profile", plan.profile, plan.profile_sha256),
-        ):
-            if document.digest() != claimed:
-                raise InputError(f"the plan's {what} was changed after planning ({what}_sha256 differs); plan again")
+        plan.check_digests()
         item = plan.schedules[schedule]
         graph, assignment = build(plan.workload, item.placement)
         if dict(assignment.lane_of) != item.lane_of or dict(assignment.order) != item.order:

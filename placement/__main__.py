@@ -51,6 +51,10 @@ def plan(
         str,
         typer.Option(help="on_arrival, per_mini_batch or one_batch; all of them; or auto: the one that looks best."),
     ] = "auto",
+    search: Annotated[
+        str,
+        typer.Option(help="exhaustive: simulate every placement; bound: branch and bound; auto: whichever suits."),
+    ] = "auto",
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Override a workload field: key=value (repeatable).")
     ] = None,
@@ -74,7 +78,7 @@ def plan(
     machines = _cluster(costs, cluster, gpus, actors, rewards, chosen.default_gpus)
     split = _split(len(machines.gpus), actors, rewards)
     modes = _scoring(scoring)
-    planned = make_plan(chosen, machines, costs, split, modes, progress)
+    planned = make_plan(chosen, machines, costs, split, modes, progress, _method(search))
     write_outputs(planned, out)
     if as_json:
         print_json(report(planned, time.monotonic() - started))
@@ -146,6 +150,14 @@ def _split(gpus: int, actors: int | None, rewards: int | None) -> tuple[int, int
 def missing_gpus(needed: int, there: int) -> str:
     """What to say when a split needs more GPUs than there are."""
     return f"needs {needed} GPUs, the cluster has {there}: missing {needed - there}; give more or lower --actors"
+
+
+def _method(text: str) -> Any:
+    from stagebreaker.placement.search import METHODS
+
+    if text not in METHODS:
+        raise InputError(f"--search {text!r} is unknown; {nearest(text, METHODS)}")
+    return text
 
 
 def _scoring(text: str) -> Any:

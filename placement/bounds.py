@@ -70,6 +70,22 @@ class StepCosts:
         return turns_of(self.profile, self.gpu_kind, request)
 
     @property
+    def all_needed(self) -> bool:
+        """Whether some update waits for every score: not where a whole group is dropped."""
+        w = self.workload
+        return w.advantage_scope != "group" or all(w.trained_of(g) for g in range(w.groups))
+
+    @property
+    def closing_us(self) -> int:
+        """What follows the last score that there is."""
+        return self.us("fold") + self.us("update") if self.all_needed else 0
+
+    def spread_us(self, work_us: int, gpus: int) -> int:
+        """All work but the last update over ``gpus``, and that update: alone at the end if it needs all the rest."""
+        update = self.us("update")
+        return work_us // gpus + update if self.all_needed else (work_us + update) // gpus
+
+    @property
     def grad_replay_us(self) -> int:
         """One candidate's replay; with a KL to means the cheaper of its two forms, one backward or two."""
         plain = self.us("grad_replay")
@@ -108,19 +124,19 @@ def actor_rounds_us(region: Region, c: StepCosts) -> int:
     """
     rounds = -(-c.videos // region.actors) * c.us("generate")
     after = c.us("vae_decode") + c.fastest_score_us
-    return c.us("encode_prompt") + rounds + after + c.us("fold") + c.us("update")
+    return c.us("encode_prompt") + rounds + after + c.closing_us
 
 
 def score_end_us(region: Region, c: StepCosts) -> int:
     """The fullest judge cannot end before the first video exists and all its requests are served; an update follows.
 
-    Relies on: requests are dealt to reward GPUs by candidate and each is needed by some update.
+    Relies on: requests are dealt to reward GPUs by candidate; an update follows those that it needs.
     """
     start = c.us("encode_prompt") + c.us("generate") + c.us("vae_decode")
     gathered = region.scoring != "on_arrival"
     works = (c.score_work_us(names, len(names), gathered) for names in c.dealt(region.rewards) if names)
     scoring = max(*works, c.fastest_score_us)
-    return start + scoring + c.us("fold") + c.us("update")
+    return start + scoring + c.closing_us
 
 
 def work_us(region: Region, c: StepCosts) -> int:
@@ -132,7 +148,7 @@ def work_us(region: Region, c: StepCosts) -> int:
     fullest = max(map(len, c.dealt(region.rewards)))
     scoring = c.score_work_us(c.dealt(1)[0], fullest, region.scoring != "on_arrival")
     total = rollout + scoring + _training_us(region.workload, c)
-    return total // (region.actors + region.rewards) + c.us("update")
+    return c.spread_us(total, region.actors + region.rewards)
 
 
 def mini_batch_chain_us(region: Region, c: StepCosts) -> int:
@@ -170,9 +186,8 @@ def any_schedule_us(workload: Workload, gpus: int, c: StepCosts) -> int:
     anywhere = Region(workload, gpus, gpus, "one_batch")
     (requests,) = c.dealt(1)
     judge = c.score_work_us(requests, len(requests), gathered=True)
-    work = (c.videos * (c.us("generate") + c.us("vae_decode")) + judge + _training_us(workload, c)) // gpus + c.us(
-        "update"
-    )
+    rollout = c.videos * (c.us("generate") + c.us("vae_decode"))
+    work = c.spread_us(rollout + judge + _training_us(workload, c), gpus)
     return max(critical_path_us(anywhere, c), work, _chain_us(workload, gpus, c))
 
 

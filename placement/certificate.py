@@ -1,21 +1,22 @@
 """Certificate: what was searched, what was found, and enough to check it again from nothing.
 
-``verify`` recounts the space by listing it, evaluates the winner and the runner-up with the max-plus recurrence (other
-code than the engine that found them, where nothing is served dynamically), looks for a better placement at random,
-counts again what is over a GPU's memory, and compares the bounds. It raises no error: it returns the list of what does
-not match.
+``verify`` counts the space again (small regions by listing them), evaluates the winner and the runner-up with the
+max-plus recurrence (other code than the engine and than branch and bound, where nothing is served dynamically), looks
+for a better placement among the winner's neighbours and at random, prunes again what was pruned, counts again what is
+over a GPU's memory, and compares the bounds. It raises no error: it returns the list of what does not match.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Annotated, ClassVar
 
 from pydantic import Field
 
 from stagebreaker.placement.bounds import StepCosts, region_bound
-from stagebreaker.placement.search import SearchResult
-from stagebreaker.placement.space import Region
+from stagebreaker.placement.search import SearchResult, search
+from stagebreaker.placement.space import Region, Space
 from stagebreaker.profiles.document import Document, InputError, Model
 from stagebreaker.profiles.table import Profile
 from stagebreaker.sim.engine import Costs, simulate
@@ -40,6 +41,13 @@ class CertifiedRegion(Model):
     step_us: Count
     bounds_us: dict[str, Count]
     infeasible: Count = 0
+    evaluated: Count = 0
+    pruned: dict[str, Count] = Field(default_factory=dict)
+
+    @property
+    def bounded(self) -> bool:
+        """Branch and bound went through it; else everything that fits was simulated."""
+        return self.simulated == 0
 
 
 class LargeRegion(Model):
@@ -96,6 +104,8 @@ def certify(workload: Workload, cluster: Cluster, profile: Profile, result: Sear
             step_us=r.step_us,
             bounds_us=r.bounds,
             infeasible=r.infeasible,
+            evaluated=r.evaluated,
+            pruned=dict(r.pruned),
         )
         for r in result.regions
     )
@@ -106,8 +116,8 @@ def certify(workload: Workload, cluster: Cluster, profile: Profile, result: Sear
         profile=profile,
         space_size=result.space.size,
         simulated=result.simulated,
-        evaluated=0,
-        pruned={},
+        evaluated=result.evaluated,
+        pruned=result.pruned,
         infeasible={"memory": result.infeasible} if result.infeasible else {},
         best=best.best if best else None,
         step_us=best.step_us if best else None,
@@ -127,7 +137,8 @@ def certify(workload: Workload, cluster: Cluster, profile: Profile, result: Sear
 def verify(certificate: Certificate, samples: int = 50) -> list[str]:
     """What in the certificate cannot be confirmed; empty if all of it can."""
     c = certificate
-    problems = []
+    problems = [] if c.formula == FORMULA else [f"formula is not {FORMULA!r}"]
+    problems += _verify_pruning(c)
     accounted = c.simulated + c.evaluated + sum(c.pruned.values()) + sum(c.infeasible.values())
     if accounted != c.space_size:
         problems.append(f"space_size={c.space_size} but {accounted} placements are accounted for")
@@ -140,8 +151,13 @@ def verify(certificate: Certificate, samples: int = 50) -> list[str]:
         problems.append(f"space_size={c.space_size} but the regions add up to {size}")
     if over != sum(c.infeasible.values()) or set(c.infeasible) - {"memory"}:
         problems.append(f"infeasible={c.infeasible} but over the regions {over} placements are over a GPU's memory")
-    if sum(r.simulated for r in c.regions) != c.simulated:
-        problems.append(f"simulated={c.simulated} but the regions add up to {sum(r.simulated for r in c.regions)}")
+    for what, claimed, added in (
+        ("simulated", c.simulated, sum(r.simulated for r in c.regions)),
+        ("evaluated", c.evaluated, sum(r.evaluated for r in c.regions)),
+        ("pruned", c.pruned, _pruned(c)),
+    ):
+        if claimed != added:
+            problems.append(f"{what}={claimed} but the regions add up to {added}")
     if not everything or len({(r.actors, r.rewards, r.scoring) for r in everything}) != len(everything):
         return [*problems, "the regions must be at least one, and each another"]
     for region in everything:
@@ -153,6 +169,30 @@ def verify(certificate: Certificate, samples: int = 50) -> list[str]:
         empty = (c.best, c.step_us, c.runner_up, c.runner_up_step_us, c.lower_bound_us) == (None, None, None, None, 0)
         return problems + ([] if empty else ["no region has a placement that fits, but there is a best"])
     return problems + _verify_winner(c)
+
+
+def _verify_pruning(c: Certificate) -> list[str]:
+    """Branch and bound once more: the same placements must be excluded by the same bounds."""
+    if not any(r.bounded for r in c.regions):
+        return []
+    try:
+        space = Space(tuple(Region(c.workload, r.actors, r.rewards, r.scoring) for r in c.regions))
+        again = search(c.workload, c.cluster, c.profile, space, method="bound")
+    except (InputError, RuntimeError) as error:
+        return [f"the search cannot be repeated: {error}"]
+    problems = []
+    for claimed, found in zip(c.regions, again.regions, strict=False):
+        if claimed.bounded and (claimed.evaluated, claimed.pruned) != (found.evaluated, dict(found.pruned)):
+            problems.append(
+                f"{_region_name(claimed)}: evaluated={claimed.evaluated} pruned={claimed.pruned}, again it is "
+                f"{found.evaluated} and {dict(found.pruned)}"
+            )
+    return problems
+
+
+def _pruned(c: Certificate) -> dict[str, int]:
+    names = {name for r in c.regions for name in r.pruned}
+    return {name: sum(r.pruned.get(name, 0) for r in c.regions) for name in names}
 
 
 def _verify_winner(c: Certificate) -> list[str]:
@@ -170,9 +210,19 @@ def _verify_winner(c: Certificate) -> list[str]:
         problems.append(f"lower_bound_us={c.lower_bound_us} but the regions' bounds give {bound_us}")
     if c.lower_bound_us > c.step_us:
         problems.append(f"lower_bound_us={c.lower_bound_us} is above step_us={c.step_us}")
-    if (c.runner_up is None) != (c.runner_up_step_us is None) or (c.runner_up is None) != (c.simulated == 1):
-        problems.append("runner_up and runner_up_step_us must both be there, unless one placement was simulated")
+    alone = c.simulated + c.evaluated + sum(c.pruned.values()) == 1
+    if (c.runner_up is None) != (c.runner_up_step_us is None) or (c.runner_up is None) != alone:
+        problems.append("runner_up and runner_up_step_us must both be there, unless there is one placement only")
     elif c.runner_up is not None and c.runner_up_step_us is not None:
+        known = {
+            (r.actors, r.rewards, r.scoring): Region(c.workload, r.actors, r.rewards, r.scoring) for r in c.regions
+        }
+        region = known.get((c.runner_up.actors, c.runner_up.rewards, c.runner_up.scoring))
+        if region is None or not region.contains(c.runner_up):
+            return [*problems, f"runner_up {_short(c.runner_up)} is not a placement of the space"]
+        others = [(r.step_us, r.best.key()) for r in c.regions if r.best != c.best]
+        if any(other < (c.runner_up_step_us, c.runner_up.key()) for other in others):
+            problems.append(f"runner_up {_short(c.runner_up)} is beaten by the best of another region")
         if (c.runner_up_step_us, c.runner_up.key()) <= (c.step_us, c.best.key()):
             problems.append(f"runner_up {_short(c.runner_up)} comes before best {_short(c.best)}")
         problems += _verify_claim(c, c.runner_up, c.runner_up_step_us)
@@ -207,6 +257,8 @@ def _verify_region(c: Certificate, claimed: CertifiedRegion | LargeRegion, sampl
     if a < 1 or r < 1 or a + r > gpus:
         return [f"{name}: no split of {gpus} GPUs into actors and reward GPUs"]
     region = Region(c.workload, a, r, claimed.scoring)
+    if isinstance(claimed, CertifiedRegion) and claimed.bounded:
+        return _verify_bounded(c, region, claimed, samples)
     listed = list(region.placements())
     fitting = _fitting(c, region, listed)
     problems = []
@@ -231,6 +283,34 @@ def _verify_region(c: Certificate, claimed: CertifiedRegion | LargeRegion, sampl
     return problems + _verify_bounds(c, region, claimed, fitting, samples)
 
 
+def _verify_bounded(c: Certificate, region: Region, claimed: CertifiedRegion, samples: int) -> list[str]:
+    """A region that went through branch and bound."""
+    name, problems = _region_name(claimed), []
+    size = math.prod(n + 1 for n in region.most)
+    accounted = claimed.evaluated + sum(claimed.pruned.values()) + claimed.infeasible
+    if not size == claimed.size == accounted:
+        problems.append(f"{name}: {size} placements, the certificate says {claimed.size} and accounts for {accounted}")
+    if not region.contains(claimed.best):
+        return [*problems, f"{name}: best {_short(claimed.best)} is not a placement of this region"]
+    problems += _verify_claim(c, claimed.best, claimed.step_us)
+    near = [p for p in _neighbours(region, claimed.best) if evaluate(c, p) < (c.step_us or 0)]
+    problems += [f"{name}: placement {_short(p)} is faster than the winner" for p in near[:1]]
+    draw = random.Random(c.workload.seed)
+    drawn = [region.placement([draw.randint(0, n) for n in region.most]) for _ in range(samples)]
+    return problems + _verify_bounds(c, region, claimed, drawn, samples)
+
+
+def _neighbours(region: Region, best: Placement) -> list[Placement]:
+    """Placements that move one more or one less of one kind."""
+    found = []
+    counts = region.counts(best)
+    for n, (count, most) in enumerate(zip(counts, region.most, strict=True)):
+        for other in (count - 1, count + 1):
+            if 0 <= other <= most:
+                found.append(region.placement((*counts[:n], other, *counts[n + 1 :])))
+    return found
+
+
 def _fitting(c: Certificate, region: Region, listed: list[Placement]) -> list[Placement]:
     """The placements that are over no GPU's memory."""
     graph = build_graph(c.workload, region.base())
@@ -248,10 +328,9 @@ def _verify_bounds(
         problems.append(f"{name}: the bounds are {bounds}, the certificate says {claimed.bounds_us}")
     for placement in random.Random(c.workload.seed).sample(fitting, min(samples, len(fitting))):
         found = evaluate(c, placement)
-        if found < claimed.step_us:
-            problems.append(
-                f"{name}: placement {_short(placement)} takes {found} us, less than the best ({claimed.step_us})"
-            )
+        least = (c.step_us or 0) if claimed.bounded else claimed.step_us
+        if found < least:
+            problems.append(f"{name}: placement {_short(placement)} takes {found} us, less than the best ({least})")
         if found < max(bounds.values()):
             problems.append(f"{name}: placement {_short(placement)} takes {found} us, less than the lower bound")
     return problems

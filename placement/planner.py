@@ -13,14 +13,14 @@ from dataclasses import dataclass
 
 from stagebreaker.placement.bounds import StepCosts, any_schedule_us
 from stagebreaker.placement.certificate import Certificate, certify
-from stagebreaker.placement.search import Progress, SearchResult, check_space, probe_scoring, quiet, search
+from stagebreaker.placement.search import Method, Progress, SearchResult, check_space, probe_scoring, quiet, search
 from stagebreaker.placement.space import SCHEDULE, Space
 from stagebreaker.profiles.document import InputError
 from stagebreaker.profiles.table import Profile
 from stagebreaker.sim.dataflow import StepGraph
 from stagebreaker.sim.engine import simulate
 from stagebreaker.sim.memory import Budget, Memory
-from stagebreaker.sim.plan import Placement, Plan, ScheduledPlan, Scoring
+from stagebreaker.sim.plan import SCORING, Placement, Plan, ScheduledPlan, Scoring
 from stagebreaker.sim.schedules import SCHEDULES, build, why_not
 from stagebreaker.sim.timeline import Timeline
 from stagebreaker.sim.workload import Cluster, Workload
@@ -67,6 +67,7 @@ def make_plan(
     split: tuple[int, int] | None = None,
     scoring: tuple[Scoring, ...] | None = None,
     progress: Progress = quiet,
+    method: Method = "auto",
 ) -> Planned:
     """Find the best placement and compare every schedule with it. ``InputError`` before the search, not after it,
     unless nothing fits into memory: no placement and, at the split, no other schedule.
@@ -75,13 +76,13 @@ def make_plan(
     """
     workload.check_profile(profile)
     gpus = sum(split) if split else len(cluster.gpus)
-    check_space(cluster, Space.of(workload, gpus, split, scoring or ("one_batch",)))
+    check_space(workload, cluster, profile, Space.of(workload, gpus, split, scoring or ("one_batch",)), method)
     space = Space.of(workload, gpus, split, scoring or (probe_scoring(workload, cluster, profile, gpus, split),))
     splits = [(a, gpus - a) for a in range(1, gpus)]
     names = [n for n in SCHEDULES if why_not(n, workload) is None]
     tried = {n: _best_split(n, splits, workload, cluster, profile) for n in names if n != SCHEDULE}
     others = {n: found for n, found in tried.items() if found is not None}
-    result = search(workload, cluster, profile, space, progress)
+    result = search(workload, cluster, profile, space, progress, method)
     best_split = {SCHEDULE: result.best.step_us} if result.regions else {}
     best_split |= {n: step for n, (step, _) in others.items()}
     if not any(SCHEDULES[n].eligible for n in best_split):
@@ -92,7 +93,10 @@ def make_plan(
     own = others[winner][1] if not (split or winner == SCHEDULE or SCHEDULES[winner].everywhere) else ours
     timelines, graphs, scheduled, unfit = {}, {}, {}, {}
     for name in names:
-        placements.setdefault(name, _at_split(name, own.actors, own.rewards))
+        if name not in placements:
+            variants = _variants(name, own.actors, own.rewards, published=True)
+            quickest = _quickest(variants, workload, cluster, profile)
+            placements[name] = quickest[1] if quickest else variants[0]
         graph, assignment = build(workload, placements[name])
         timeline = simulate(graph, assignment, profile, cluster, workload.trained_steps)
         timelines[name], graphs[name] = timeline, graph
@@ -128,8 +132,14 @@ def make_plan(
     return Planned(plan, certificate, result, timelines, graphs, summary, baseline, anything, unfit)
 
 
-def _at_split(name: str, actors: int, rewards: int) -> Placement:
-    return Placement(schedule=name, actors=actors, rewards=rewards, scoring="on_arrival")
+AS_PUBLISHED = ("async_reward", "async_train", "merged_replay")
+"""Schedules that are shown with scores on arrival, as they were published; others with what suits them best."""
+
+
+def _variants(name: str, actors: int, rewards: int, published: bool = False) -> list[Placement]:
+    """A schedule at a split under every scoring mode that it has; as published, under its own."""
+    modes = SCORING[:1] if SCHEDULES[name].everywhere or (published and name in AS_PUBLISHED) else SCORING
+    return [Placement(schedule=name, actors=actors, rewards=rewards, scoring=mode) for mode in modes]
 
 
 def _fastest(steps_us: dict[str, int]) -> str:
@@ -142,17 +152,25 @@ def _fastest(steps_us: dict[str, int]) -> str:
 def _best_split(
     name: str, splits: list[tuple[int, int]], workload: Workload, cluster: Cluster, profile: Profile
 ) -> tuple[int, Placement] | None:
-    """(step time in us, placement) of a schedule at the split that suits it best; all are alike to ``everywhere``.
+    """(step time in us, placement) of a schedule at the split and scoring that suit it best.
 
-    None if it fits into memory at no split.
+    All splits are alike to ``everywhere``. None if it fits into memory at no split.
     """
+    everywhere = SCHEDULES[name].everywhere
+    variants = [p for a, r in (splits[-1:] if everywhere else splits) for p in _variants(name, a, r)]
+    return _quickest(variants, workload, cluster, profile)
+
+
+def _quickest(
+    placements: list[Placement], workload: Workload, cluster: Cluster, profile: Profile
+) -> tuple[int, Placement] | None:
+    """(step time in us, placement) of the quickest that fits into memory; None if none does."""
     steps = []
-    for actors, rewards in splits[-1:] if SCHEDULES[name].everywhere else splits:
-        placement = _at_split(name, actors, rewards)
+    for placement in placements:
         graph, assignment = build(workload, placement)
-        if Memory(workload, graph, profile, cluster).worst(assignment) is not None:
-            continue
-        steps.append((simulate(graph, assignment, profile, cluster, workload.trained_steps).makespan_us, placement))
+        if Memory(workload, graph, profile, cluster).worst(assignment) is None:
+            timeline = simulate(graph, assignment, profile, cluster, workload.trained_steps)
+            steps.append((timeline.makespan_us, placement))
     return min(steps, key=lambda item: (item[0], item[1].key()), default=None)
 
 

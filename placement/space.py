@@ -8,11 +8,10 @@ counts with round-robin assignment stand for all placements that differ only in 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
-from typing import Any
 
 from stagebreaker.profiles.document import InputError
 from stagebreaker.sim.plan import Placement, Scoring
@@ -51,30 +50,46 @@ class Region:
         """The placement that moves nothing."""
         return Placement(schedule=SCHEDULE, actors=self.actors, rewards=self.rewards, scoring=self.scoring)
 
-    def placements(self) -> Iterator[Placement]:
-        """Every placement once, in lexicographic order of (decodes, training, forward-only) counts."""
+    @property
+    def most(self) -> tuple[int, ...]:
+        """Greatest value of each count: decodes, training per mini-batch, forward-only replays per mini-batch."""
         w = self.workload
-        training = [range(len(w.mini_batch_members(m)) + 1) for m in range(w.mini_batches)]
-        forward = [range(n + 1) for n in self.forward_only]
-        has_old, has_ref = w.old_logprob_source != "rollout", w.reference_replay
-        fixed: dict[str, Any] = {
-            "schedule": SCHEDULE,
-            "actors": self.actors,
-            "rewards": self.rewards,
-            "scoring": self.scoring,
-            "splits": (),
-        }
-        for vae in range(w.candidates + 1):
-            for train in product(*training):
-                for moved in product(*forward) if any(self.forward_only) else ((),):
-                    # The ranges above are the validation; constructing without it keeps the enumeration fast.
-                    yield Placement.model_construct(
-                        **fixed,
-                        vae_moved=vae,
-                        train_moved=train,
-                        old_moved=moved if has_old else (),
-                        ref_moved=moved if has_ref else (),
-                    )
+        return (w.candidates, *(len(w.mini_batch_members(m)) for m in range(w.mini_batches)), *self.forward_only)
+
+    def placement(self, counts: Sequence[int]) -> Placement:
+        """The placement with these counts, in the order of ``most``, each within it."""
+        w = self.workload
+        train, forward = tuple(counts[1 : 1 + w.mini_batches]), tuple(counts[1 + w.mini_batches :])
+        if not any(self.forward_only):
+            forward = ()
+        # Counts within ``most`` need no validation; constructing without it keeps the enumeration fast.
+        return Placement.model_construct(
+            schedule=SCHEDULE,
+            actors=self.actors,
+            rewards=self.rewards,
+            scoring=self.scoring,
+            vae_moved=counts[0],
+            train_moved=train,
+            old_moved=forward if w.old_logprob_source != "rollout" else (),
+            ref_moved=forward if w.reference_replay else (),
+            splits=(),
+        )
+
+    def placements(self) -> Iterator[Placement]:
+        """Every placement once, in lexicographic order of counts."""
+        return map(self.placement, product(*(range(n + 1) for n in self.most)))
+
+    def counts(self, p: Placement) -> tuple[int, ...]:
+        """The counts of a placement, in the order of ``most``."""
+        none = (0,) * self.workload.mini_batches
+        return (p.vae_moved, *p.train_moved, *(p.old_moved or p.ref_moved or none))
+
+    def contains(self, p: Placement) -> bool:
+        """Whether ``placements`` lists it."""
+        counts = self.counts(p)
+        if len(counts) != len(self.most) or any(c > n for c, n in zip(counts, self.most, strict=True)):
+            return False
+        return self.placement(counts) == p
 
 
 @dataclass(frozen=True)

@@ -116,10 +116,14 @@ def simulate(
     graph: StepGraph, assignment: Assignment, profile: Profile, cluster: Cluster, trained_steps: int
 ) -> Timeline:
     """The timeline of one step. Raises ``DeadlockError`` if the queues can never be emptied."""
-    index = GraphIndex(graph, profile)
-    run = _Run(index, assignment, Costs(graph, profile, cluster, trained_steps), record=True)
-    run.go()
-    return Timeline(in_order(run.rows), graph.lanes)
+    return run(GraphIndex(graph, profile), assignment, Costs(graph, profile, cluster, trained_steps))
+
+
+def run(index: GraphIndex, assignment: Assignment, costs: Costs) -> Timeline:
+    """The timeline of one step, from what several steps of one graph share. Raises ``DeadlockError``."""
+    step = _Run(index, assignment, costs, record=True)
+    step.go()
+    return Timeline(in_order(step.rows), index.graph.lanes)
 
 
 def step_us(index: GraphIndex, assignment: Assignment, costs: Costs) -> int:
@@ -398,6 +402,7 @@ __all__ = [
     "DeadlockError",
     "in_order",
     "profiled_us",
+    "run",
     "simulate",
     "step_us",
     "task_row",

@@ -110,3 +110,12 @@ class Plan(Document):
     workload_sha256: str
     profile_sha256: str
     schedules: dict[str, ScheduledPlan]
+
+    def check_digests(self) -> None:
+        """Raise ``InputError`` if workload or profile are not those that were planned."""
+        for what, document, claimed in (
+            ("workload", self.workload, self.workload_sha256),
+            ("profile", self.profile, self.profile_sha256),
+        ):
+            if document.digest() != claimed:
+                raise InputError(f"the plan's {what} was changed after planning ({what}_sha256 differs); plan again")

@@ -142,10 +142,11 @@ class TokenService:
 
     @staticmethod
     def _less(left: dict[str, float], amount: float) -> list[str]:
-        """Take ``amount`` from all; those with none left leave."""
+        """Take ``amount`` from all; those with none left leave, in the order they were out."""
         for request in left:
             left[request] -= amount
         none = [request for request, rest in left.items() if rest <= _NONE_LEFT * max(1.0, amount)]
+        none.sort(key=left.__getitem__)  # the earliest first, where a pause has let several by
         for request in none:
             del left[request]
         return none

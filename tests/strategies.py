@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
+from stagebreaker.profiles.document import InputError
 from stagebreaker.profiles.table import (
     DATA_KINDS,
     DERIVED_KINDS,
@@ -176,7 +177,7 @@ def workloads(draw):
     if algorithm != "kvpo" and groups % mini_batches == 0 and draw(st.booleans()):
         selected = draw(st.integers(1, group_size))
     kl_beta = 0.0 if algorithm == "dancegrpo" else draw(st.sampled_from((0.0, 0.04)))
-    return Workload(
+    made = Workload(
         name="drawn",
         algorithm=algorithm,
         policy="tiny",
@@ -198,6 +199,17 @@ def workloads(draw):
         seed=draw(st.integers(0, 3)),
         deterministic=draw(st.booleans()),
     )
+    return _without_some_rewards(draw, made) if draw(st.sampled_from((False, False, True))) else made
+
+
+def _without_some_rewards(draw, workload):
+    """Some rewards do not come; the workload as it was where that would leave a mini-batch empty."""
+    policy = "drop_group" if workload.algorithm == "kvpo" else draw(st.sampled_from(("drop_group", "mask_candidate")))
+    failed = draw(st.sets(st.integers(0, workload.candidates - 1), min_size=1, max_size=3))
+    try:
+        return workload.with_(on_unscorable=policy, failed_rewards=sorted(failed))
+    except InputError:
+        return workload
 
 
 @st.composite

@@ -228,13 +228,10 @@ BAD = {
     "not a number": (("--gpus", "two"), "Invalid value for '--gpus'"),
     "profile of another workload": (("--profile", "provisional-kvpo-vrt"), "profile that workload, or plan"),
     "space too large": (
-        ("--workload", "kvpo-vrt", "--set", "candidates=24", "--set", "group_size=12", "--gpus", "6"),
-        "the space has 3570125 placements, over the 200000",
+        ("--workload", "kvpo-vrt", "--set", "candidates=24", "--set", "group_size=12", "--search", "exhaustive"),
+        "3570125 of the space's 3570125 placements would be simulated, the limit is 200000",
     ),
-    "space too large in all modes": (
-        ("--workload", "dancegrpo-vrt", "--set", "candidates=36", "--gpus", "20", "--scoring", "all"),
-        "a single --scoring mode",
-    ),
+    "unknown search": (("--search", "bounds"), "--search 'bounds' is unknown; did you mean 'bound'?"),
 }
 
 

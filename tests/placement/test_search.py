@@ -142,7 +142,7 @@ def test_progress_counts_every_placement():
     opened = []
     space = Space.of(workload, 2, None, ("one_batch",))
     search(workload, Cluster.equal(2, "gpu"), profile, space, lambda *a: opened.append(a) or Bar())
-    assert opened == [("simulating placements", 637)]
+    assert opened == [("searching placements", 637)]
     assert ticks.pop() == "closed"
     assert sum(ticks) == space.size == 637
 
