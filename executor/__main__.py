@@ -35,6 +35,8 @@ from stagebreaker.profiles.document import InputError, nearest, read_mapping, wr
 app = typer.Typer(help=__doc__, invoke_without_command=True, add_completion=False, pretty_exceptions_enable=False)
 SHORTEST_US, MOST_SCALE = 100_000, 10
 """An emulated step is at least this long, and at most so many times the real one."""
+MISS = 1.25
+"""A step that is off by more gets a remark."""
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 
 
@@ -73,7 +75,7 @@ def run(
     _check(found, backend, steps, workload, cluster)
     from stagebreaker.executor import runner
 
-    program = runner.Program.of(found, schedule or found.best)
+    program = runner.Program.of(found, found.best if schedule is None else schedule)
     facts = {"schedule": program.schedule, "workload_sha256": found.workload_sha256, "backend": backend}
     what = f"running {program.schedule} on {backend}, a warm-up and {steps} steps"
     if backend == "emulated":
@@ -134,9 +136,10 @@ def _check(plan: Any, backend: str, steps: int, workload: str | None, cluster: P
 def _same(what: str, planned: dict[str, Any], given: dict[str, Any]) -> None:
     for field, value in planned.items():
         if given.get(field) != value:
-            raise InputError(
-                f"the plan's {what} has {field}={value!r}, the given one {given.get(field)!r}; plan again for it"
+            mine, other = (
+                text if len(text) <= 80 else f"{text[:77]}..." for text in map(repr, (value, given.get(field)))
             )
+            raise InputError(f"the plan's {what} has {field}={mine}, the given one {other}; plan again for it")
 
 
 def _refuse(backend: str, used: dict[str, bool], why: str) -> None:
@@ -218,7 +221,13 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     file = folder / "metrics.jsonl"
     if not file.is_file():
         raise InputError(f"{folder} holds no metrics.jsonl; give the folder of a finished run")
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    lines = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            lines.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise InputError(f"{file}:{number}: not JSON ({error.msg}); mend or delete that line") from None
+    return lines
 
 
 def _write(result: Any, out: Path) -> None:
@@ -299,6 +308,10 @@ def show(result: Any, out: Path) -> None:
         f"step: predicted {seconds(guess)}, measured {seconds(median)} (median of {len(result.step_us)}), "
         f"ratio {median / guess:.3f}"
     )
+    if result.backend == "inline" and len(result.program.graph.lanes) > 1:
+        screen.print("inline runs one task at a time: compare tasks with the prediction, not steps")
+    elif not 1 / MISS <= median / guess <= MISS:
+        screen.print("far from the prediction: other load now or when it was profiled? profile and plan again")
     adapter = ", adapter" if (out / "adapter").exists() else ""
     screen.print(f"wrote metrics.jsonl, timeline.csv, trace.json, timeline.png{adapter} to {out}/")
 

@@ -8,6 +8,7 @@ checkpoint to resume from; the warm-up step changes nothing.
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -47,9 +48,9 @@ class Program:
         """Expand a schedule; ``InputError`` if the plan's task lists are not what its placement expands to."""
         if schedule not in plan.schedules:
             raise InputError(f"schedule {schedule!r} is not in the plan; {nearest(schedule, plan.schedules)}")
-        plan.check_digests()
         item = plan.schedules[schedule]
         graph, assignment = build(plan.workload, item.placement)
+        plan.check_digests()
         if dict(assignment.lane_of) != item.lane_of or dict(assignment.order) != item.order:
             moved = [t for t in assignment.lane_of if item.lane_of.get(t) != assignment.lane_of[t]]
             where = f"task {moved[0]}" if moved else "a queue's order"
@@ -160,9 +161,10 @@ def train(
     program: Program, backend_name: str, options: RunOptions, tick: Callable[[int], None] = lambda _: None
 ) -> RunResult:
     """Run on real engines. Raises ``RunFailedError`` with the task, the GPU and how to resume."""
-    from stagebreaker.executor.worker import check_executable
+    from stagebreaker.executor.worker import check_executable, check_models
 
     check_executable(program.plan.workload, program.schedule)
+    check_models(program.plan.workload)
     make = backends.Inline if backend_name == "inline" else backends.RayWorkers
     backend = make(program.plan.workload, program.graph.lanes, program.kinds(), options.device, options.dtype)
     try:
@@ -282,8 +284,16 @@ def keep_metrics(out: Path, steps: int) -> None:
     """Drop the lines of steps that will be made again."""
     file = out / "metrics.jsonl"
     if file.exists():
-        lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
-        write_atomic(file, "".join(line for line in lines if json.loads(line)["step"] <= steps))
+        lines = file.read_text(encoding="utf-8").splitlines()
+        write_atomic(file, "".join(f"{line}\n" for line in lines if _step_of(line) <= steps))
+
+
+def _step_of(line: str) -> float:
+    """A line that was cut off when a run ended belongs to a step that will be made again."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
 
 
 def step_metrics(number: int, done: StepResult, step: Any, adapter: tuple[int, str]) -> dict[str, Any]:

@@ -91,6 +91,17 @@ def check_executable(workload: Workload, schedule: str | None = None) -> None:
         raise InputError(f"schedule {schedule} is simulated only; run {others}, or any with --backend emulated")
 
 
+def check_models(workload: Workload) -> None:
+    """Raise ``InputError`` for a model that is neither tiny nor on this machine, before anything is started."""
+    for what in ("policy", "vae", "text_encoder", "judge"):
+        source = getattr(workload, what)
+        if source != "tiny" and not Path(source).exists():
+            raise InputError(
+                f"{what}={source} is no path on this machine; real engines run 'tiny' or the path of a checkpoint "
+                f"(docs/documents.md), --backend emulated runs any plan"
+            )
+
+
 class Worker:
     """Engines are loaded when a task first needs them; ``device`` is "cpu" or "cuda"."""
 
@@ -98,6 +109,7 @@ class Worker:
         self, workload: Workload, device: str = "cpu", dtype: str = "float32", threads: int | None = 1
     ) -> None:
         check_executable(workload)
+        check_models(workload)
         if threads is not None and device == "cpu":
             torch.set_num_threads(threads)
         self.workload, self.device, self.dtype = workload, device, DTYPES[dtype]

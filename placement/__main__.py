@@ -16,6 +16,7 @@ import typer
 from stagebreaker.profiles.cli import (
     CheckFailedError,
     VersionFlag,
+    check_file,
     check_folder,
     console,
     print_json,
@@ -209,8 +210,10 @@ def simulate(
     from stagebreaker.sim.export import write_csv
     from stagebreaker.sim.plan import Plan
 
+    if out is not None:
+        check_file(out)
     plan = Plan.load(plan_file)
-    name = schedule or plan.best
+    name = plan.best if schedule is None else schedule
     timeline, graph = replay(plan, name)
     if out is not None:
         write_csv(timeline, out)
@@ -334,7 +337,7 @@ def explain(
     from stagebreaker.sim.plan import Plan
 
     plan = Plan.load(plan_file)
-    name = schedule or plan.best
+    name = plan.best if schedule is None else schedule
     timeline, graph = replay(plan, name)
     rows = []
     for use in timeline.use(graph):

@@ -134,7 +134,10 @@ def show(planned: Planned, origin: str, out: Path, elapsed_s: float) -> None:
     screen.print(f"{rate:.4g} videos/s, {rate / gpus:.4g} per GPU")
     if plan.best == SCHEDULE:
         screen.print(f"certified: no placement of the count space is faster (their bound alone says {seconds(bound)})")
-    screen.print(f"count space: {c.space_size} placements by formula; {accounted(c)}; in {elapsed_s:.1f} s")
+    of = "count space" if plan.best == SCHEDULE else f"count space of {SCHEDULE}, which the certificate is about"
+    screen.print(f"{of}: {c.space_size} placements by formula; {accounted(c)}; in {elapsed_s:.1f} s")
+    if any(gpu.memory_bytes for gpu in plan.cluster.gpus) and not plan.profile.memory_bytes:
+        screen.print("memory: not checked, the profile does not say what lies in it (predicted profiles do)")
     screen.print(f"wrote plan.json, certificate.json, timeline.csv, trace.json, timeline.png to {out}/")
 
 
@@ -270,9 +273,9 @@ def replay(plan: Plan, name: str) -> tuple[Timeline, StepGraph]:
     """(timeline, graph) of one schedule of a plan. Raises ``InputError`` if the plan was edited."""
     if name not in plan.schedules:
         raise InputError(f"schedule {name!r} is not in the plan; {nearest(name, plan.schedules)}")
-    plan.check_digests()
     item = plan.schedules[name]
     graph, assignment = build(plan.workload, item.placement)
+    plan.check_digests()
     if dict(assignment.lane_of) != item.lane_of or dict(assignment.order) != item.order:
         raise InputError(f"{name}: the plan's task lists are not those of its placement; plan again, do not edit them")
     return simulate(graph, assignment, plan.profile, plan.cluster, plan.workload.trained_steps), graph

@@ -14,6 +14,7 @@ import typer
 
 from stagebreaker.profiles.cli import (
     VersionFlag,
+    check_file,
     check_folder,
     console,
     print_json,
@@ -57,9 +58,7 @@ def profile(
     chosen = load_workload(workload, tuple(set_ or ()))
     if repeats < 1:
         raise InputError(f"--repeats {repeats} must be at least 1")
-    if out.is_dir():
-        raise InputError(f"--out {out} is a folder; give a file")
-    check_folder(out.parent)
+    check_file(out)
     from stagebreaker.executor import profiling
     from stagebreaker.executor.device import pick
 
@@ -136,7 +135,7 @@ def predict(
     from stagebreaker.sim.workload import load_workload
 
     w = load_workload(workload, tuple(set_ or ()))
-    check_folder(out.parent)
+    check_file(out)
     predicted = roofline.predicted_profile(
         find_model(w.policy),
         find_judge(w.judge),
@@ -206,6 +205,10 @@ def compare(
 ) -> None:
     """Medians of two profiles side by side, second over first."""
     a, b = Profile.load(first), Profile.load(second)
+    if len(a.gpu_kinds) == len(b.gpu_kinds) == 1 and a.gpu_kinds[0].name != b.gpu_kinds[0].name:
+        there, here = b.gpu_kinds[0].name, a.gpu_kinds[0].name  # one GPU beside another: by task and batch
+        b = b.model_copy(update={"tasks": tuple(t.model_copy(update={"gpu_kind": here}) for t in b.tasks)})
+        print(f"{there} beside {here}", file=sys.stderr)
     keys = {(t.kind, t.gpu_kind, t.batch_size): t for t in a.tasks}
     others = {(t.kind, t.gpu_kind, t.batch_size): t for t in b.tasks}
     both = [key for key in keys if key in others]

@@ -100,6 +100,13 @@ def check_folder(out: Path) -> None:
         raise InputError(f"--out {out}: {existing} cannot be written to; give another folder")
 
 
+def check_file(out: Path) -> None:
+    """Raise ``InputError`` if ``out`` cannot be a file; makes nothing."""
+    if out.is_dir():
+        raise InputError(f"--out {out} is a folder; give a file")
+    check_folder(out.parent)
+
+
 def print_json(value: Any) -> None:
     """One JSON document on standard output."""
     print(json.dumps(value, indent=2, allow_nan=False))

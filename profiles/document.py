@@ -81,6 +81,8 @@ def read_mapping(path: Path) -> Any:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; give the path of an existing file") from None
+    except (IsADirectoryError, NotADirectoryError):
+        raise InputError(f"{path}: not a file; give the file itself") from None
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read ({error}); give a readable text file") from None
     try:
@@ -126,11 +128,18 @@ def write_atomic(path: Path, text: str) -> None:
         raise
 
 
+NAMES_SHOWN = 12
+"""How many known names an error lists."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """The end of an error about an unknown name: the nearest known one, or all of them."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}"
+    if close:
+        return f"did you mean {close[0]!r}?"
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return f"known: {', '.join(names[:NAMES_SHOWN])}{more}"
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
@@ -146,7 +155,15 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
     if first["type"] == "value_error":
         reason = str(first["ctx"]["error"])
         return reason if not path or path in reason else f"{path}: {reason}"
-    return f"{path}={first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}"
+    wanted = {"tuple_type": "must be a list, such as [1, 2]", "dict_type": "must be a mapping of names to values"}
+    message = wanted.get(first["type"], f"{first['msg'][0].lower()}{first['msg'][1:]}")
+    return f"{path}={_shown(first['input'])}: {message}"
+
+
+def _shown(value: object) -> str:
+    """A value in an error: whole if it is short."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _model_at(model: type[BaseModel], loc: Sequence[str | int]) -> type[BaseModel]:

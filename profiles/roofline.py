@@ -63,6 +63,8 @@ LINK_LATENCY_US = 20
 """One message between two GPUs of a node (assumed)."""
 SERVING_MEMORY = 0.9
 """Share of a GPU's memory a judge may fill with weights and caches."""
+MOST_SECONDS = 1e6
+"""A task longer than this, eleven days, is a slip in the workload."""
 SCORE_BATCHES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 """Batch sizes of the scoring curve."""
 
@@ -385,6 +387,10 @@ def _verdict_costs(hardware: Hardware, judge: Judge, verdicts: Verdicts, height:
 
 
 def _cost(hardware: Hardware, kind: str, batch: int, seconds: float) -> TaskCost:
+    if seconds > MOST_SECONDS:
+        raise InputError(
+            f"one {kind} would take {seconds:.3g} s on {hardware.name}; lower lora_rank, latent_frames or resolution"
+        )
     return TaskCost(kind=kind, gpu_kind=hardware.name, batch_size=batch, samples_us=(round(seconds * 1_000_000),))
 
 

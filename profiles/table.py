@@ -229,6 +229,12 @@ class Profile(Document):
     def curve_us(self, kind: str, gpu_kind: str) -> dict[int, int]:
         """Batch size -> median duration in us, ascending."""
         points = {t.batch_size: t.median_us for t in self.tasks if t.kind == kind and t.gpu_kind == gpu_kind}
+        kinds = [one.name for one in self.gpu_kinds]
+        if gpu_kind not in kinds:
+            raise InputError(
+                f"profile {self.name!r} was not taken on GPU kind {gpu_kind!r}; it has {', '.join(kinds)}: name one of "
+                f"these in the cluster, or profile that GPU"
+            )
         if not points:
             raise InputError(
                 f"profile {self.name!r} has no task {kind!r} on GPU kind {gpu_kind!r}; it has "

@@ -18,7 +18,8 @@ from stagebreaker.profiles.document import Document, InputError, Model, load_yam
 from stagebreaker.profiles.table import Profile
 
 RESOLUTIONS = {"360p": "352x640", "480p": "480x832"}
-Positive = Annotated[int, Field(ge=1)]
+Positive = Annotated[int, Field(ge=1, le=1_000_000)]
+"""Up to a million: more is a slip."""
 
 
 COST_FIELDS = (
@@ -87,10 +88,10 @@ class Workload(Document):
     profile: str | None = None
     default_gpus: Annotated[int, Field(ge=2)] = 2
 
-    @field_validator("resolution")
+    @field_validator("resolution", mode="before")
     @classmethod
-    def _pixels(cls, value: str) -> str:
-        value = RESOLUTIONS.get(value, value)
+    def _pixels(cls, value: object) -> str:
+        value = RESOLUTIONS.get(str(value), str(value))
         height, _, width = value.partition("x")
         if not (
             height.isdigit()

@@ -99,9 +99,11 @@ def test_every_schedule_is_in_the_plan(slow):
 
 @pytest.mark.parametrize("name", [n for n in SCHEDULES if n != "stagebreaker"])
 def test_each_schedule_has_its_own_best_split(slow, name):
+    """And its own scoring mode: a serial judge gains from gathered scores, for schedules that are not ours too."""
     steps = [
-        simulated(EIGHT, placement_of(name, a, 4 - a, scoring="on_arrival"), SLOW_JUDGE)[0].makespan_us
+        simulated(EIGHT, placement_of(name, a, 4 - a, scoring=scoring), SLOW_JUDGE)[0].makespan_us
         for a in range(1, 4)
+        for scoring in SCORING
     ]
     assert slow.plan.schedules[name].best_split_step_us == min(steps)
 

@@ -141,7 +141,7 @@ def test_a_missing_file_is_named(tmp_path):
 
 
 def test_a_folder_is_no_file(tmp_path):
-    assert "cannot be read" in refusal(tmp_path)
+    assert "not a file; give the file itself" in refusal(tmp_path)
 
 
 def test_bytes_that_are_no_text(tmp_path):
