@@ -63,6 +63,8 @@ class Costs:
         self._turns = [Lazy(partial(turns_of, profile, kind)) for kind in self.kinds]
         self._batches: dict[tuple[str, tuple[str, ...]], int] = {}
         self._tasks: dict[tuple[str, tuple[int, ...] | None, int], int] = {}
+        self.known_us: list[dict[int, int]] = [{} for _ in self.kinds]
+        """Per lane: durations of the graph's tasks by number, as far as they were asked for."""
         self._transfers: dict[int, int] = {}
         self._cache: dict[tuple[str, str, int, int], int] = {}
 
@@ -174,7 +176,7 @@ class _Run:
         What happens on it is certain as soon as the inputs are, so it runs ahead of the clock and sleeps only where a
         task lacks an input; a judge, which decides by what has arrived, is told of its results when they are due.
         """
-        dispatch, tasks, task_us = self.dispatch, self.index.tasks, self.costs.task_us
+        dispatch, tasks, known_us = self.dispatch, self.index.tasks, self.costs.known_us[lane]
         missing, available_us, end = dispatch.missing, self.available_us, 0
         for n in dispatch.queue[lane]:
             while missing[n]:
@@ -183,7 +185,10 @@ class _Run:
             start = available_us[n]
             if end > start:
                 start = end
-            end = start + task_us(tasks[n], lane)
+            duration = known_us.get(n)
+            if duration is None:
+                duration = known_us[n] = self.costs.task_us(tasks[n], lane)
+            end = start + duration
             if self.record:
                 self._row(tasks[n], lane, available_us[n], start, end)
             self._complete(n, end)
