@@ -56,6 +56,9 @@ def plan(
         str,
         typer.Option(help="exhaustive: simulate every placement; bound: branch and bound; auto: whichever suits."),
     ] = "auto",
+    finer: Annotated[
+        bool, typer.Option("--finer", help="Go on from there and split candidates' replays by denoising step.")
+    ] = False,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Override a workload field: key=value (repeatable).")
     ] = None,
@@ -79,7 +82,7 @@ def plan(
     machines = _cluster(costs, cluster, gpus, actors, rewards, chosen.default_gpus)
     split = _split(len(machines.gpus), actors, rewards)
     modes = _scoring(scoring)
-    planned = make_plan(chosen, machines, costs, split, modes, progress, _method(search))
+    planned = make_plan(chosen, machines, costs, split, modes, progress, _method(search), finer)
     write_outputs(planned, out)
     if as_json:
         print_json(report(planned, time.monotonic() - started))

@@ -2,9 +2,10 @@
 
 Each is a pure function of workload, costs and GPU split and states what it relies on; none can exceed the step time of
 a placement in that region, because each drops constraints (queues, transfers, waiting) and keeps only necessary work.
-They assume GPUs of one kind and whole candidates as the unit of training. Where rewards select who is trained, only the
-selected count: what is replayed and then dropped is no necessary work. They say nothing about schedules that are not
-eligible (sim.schedules): rollouts that also train, or train another batch, have other chains.
+They assume GPUs of one kind and whole candidates as the unit of training, unless ``StepCosts.divisible``. Where rewards
+select who is trained, only the selected count: what is replayed and then dropped is no necessary work. They say nothing
+about schedules that are not eligible (sim.schedules): rollouts that also train, or train another batch, have other
+chains.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ class StepCosts:
     workload: Workload
     profile: Profile
     gpu_kind: str
+    divisible: bool = False
+    """A candidate's grad_replay may be split by step; else it is one task."""
 
     def us(self, kind: str) -> int:
         """One task."""
@@ -93,6 +96,15 @@ class StepCosts:
             return plain
         return min(plain, profiled_us(self.profile, "grad_replay_kl", self.gpu_kind))
 
+    @property
+    def least_part_us(self) -> int:
+        """The shortest task a candidate's replay can be cut into: one step and the rebuild, or all of it."""
+        whole = self.grad_replay_us
+        if not self.divisible:
+            return whole
+        rebuild = self.us("context_rebuild")
+        return min(whole, rebuild + max(0, whole - rebuild) // self.workload.trained_steps)
+
     def forward_only_us(self, mini_batch: int) -> tuple[int, int]:
         """Old and reference replay of one candidate; neither needs the other."""
         w = self.workload
@@ -112,7 +124,7 @@ def critical_path_us(region: Region, c: StepCosts) -> int:
     """
     w = region.workload
     start = c.us("encode_prompt") + c.us("generate")
-    train = max(c.forward_only_us(0)) + c.grad_replay_us
+    train = max(c.forward_only_us(0)) + c.least_part_us
     first = start + max(c.us("vae_decode") + c.fastest_score_us, train)
     return first + _later_mini_batches_us(w, region.actors + region.rewards, c) + c.us("fold") + c.us("update")
 
@@ -161,13 +173,20 @@ def mini_batch_chain_us(region: Region, c: StepCosts) -> int:
 
 def _chain_us(w: Workload, gpus: int, c: StepCosts) -> int:
     rollout = c.us("encode_prompt") + c.us("generate")
-    first = max(len(w.trained_members(0)) * c.grad_replay_us // gpus, c.grad_replay_us)
+    first = max(len(w.trained_members(0)) * c.grad_replay_us // gpus, c.least_part_us)
     return rollout + first + c.us("fold") + c.us("update") + _later_mini_batches_us(w, gpus, c)
 
 
 def _later_mini_batches_us(w: Workload, gpus: int, c: StepCosts) -> int:
-    rounds = (-(-len(w.trained_members(m)) // gpus) for m in range(1, w.mini_batches))
-    return sum(n * c.grad_replay_us + c.us("update") for n in rounds)
+    """Whole candidates come in rounds; parts spread over all GPUs, their rebuilds not counted."""
+    total = 0
+    for m in range(1, w.mini_batches):
+        count = len(w.trained_members(m))
+        if c.divisible:
+            total += max(count * c.grad_replay_us // gpus, c.least_part_us) + c.us("update")
+        else:
+            total += -(-count // gpus) * c.grad_replay_us + c.us("update")
+    return total
 
 
 def _training_us(w: Workload, c: StepCosts) -> int:

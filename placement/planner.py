@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from stagebreaker.placement.bounds import StepCosts, any_schedule_us
 from stagebreaker.placement.certificate import Certificate, certify
+from stagebreaker.placement.finer import Finer, refine, starts
 from stagebreaker.placement.search import Method, Progress, SearchResult, check_space, probe_scoring, quiet, search
 from stagebreaker.placement.space import SCHEDULE, Space
 from stagebreaker.profiles.document import InputError
@@ -58,6 +59,8 @@ class Planned:
     any_schedule_bound_us: int
     unfit: dict[str, Budget]
     """Schedules that do not fit at the plan's split: the GPU that lacks most."""
+    finer: Finer | None = None
+    """What splitting candidates by step found, where it was asked for."""
 
 
 def make_plan(
@@ -68,11 +71,13 @@ def make_plan(
     scoring: tuple[Scoring, ...] | None = None,
     progress: Progress = quiet,
     method: Method = "auto",
+    finer: bool = False,
 ) -> Planned:
     """Find the best placement and compare every schedule with it. ``InputError`` before the search, not after it,
     unless nothing fits into memory: no placement and, at the split, no other schedule.
 
-    Without ``scoring`` the one mode is searched that looks best on a coarse grid (``search.probe_scoring``).
+    Without ``scoring`` the one mode is searched that looks best on a coarse grid (``search.probe_scoring``). ``finer``
+    goes on from the count space's best placements, under every scoring mode, and splits candidates by step.
     """
     workload.check_profile(profile)
     gpus = sum(split) if split else len(cluster.gpus)
@@ -83,12 +88,13 @@ def make_plan(
     tried = {n: _best_split(n, splits, workload, cluster, profile) for n in names if n != SCHEDULE}
     others = {n: found for n, found in tried.items() if found is not None}
     result = search(workload, cluster, profile, space, progress, method)
-    best_split = {SCHEDULE: result.best.step_us} if result.regions else {}
+    fine = _refined(result, workload, cluster, profile, gpus, split, progress, method) if finer else None
+    best_split = {SCHEDULE: fine.step_us if fine else result.best.step_us} if result.regions else {}
     best_split |= {n: step for n, (step, _) in others.items()}
     if not any(SCHEDULES[n].eligible for n in best_split):
         raise InputError(result.nothing_fits())
     winner = _fastest(best_split)
-    ours = result.best.best if result.regions else result.nearest.nearest
+    ours = fine.placement if fine else result.best.best if result.regions else result.nearest.nearest
     placements = {SCHEDULE: ours}
     own = others[winner][1] if not (split or winner == SCHEDULE or SCHEDULES[winner].everywhere) else ours
     timelines, graphs, scheduled, unfit = {}, {}, {}, {}
@@ -116,10 +122,10 @@ def make_plan(
     best = _fastest(fitting)
     theirs = {n: step for n, step in best_split.items() if SCHEDULES[n].eligible and not SCHEDULES[n].ours}
     baseline = _fastest(theirs) if theirs else None
-    anything = any_schedule_us(workload, gpus, StepCosts(workload, profile, cluster.gpus[0].kind))
+    anything = any_schedule_us(workload, gpus, StepCosts(workload, profile, cluster.gpus[0].kind, divisible=finer))
     plan = Plan(
         best=best,
-        lower_bound_us=result.lower_bound_us if best == SCHEDULE else anything,
+        lower_bound_us=result.lower_bound_us if best == SCHEDULE and not finer else anything,
         workload=workload,
         cluster=cluster,
         profile=profile,
@@ -129,7 +135,31 @@ def make_plan(
     )
     summary = _summaries(scheduled, timelines, graphs, best_split[baseline] if baseline else None, anything)
     certificate = certify(workload, cluster, profile, result)
-    return Planned(plan, certificate, result, timelines, graphs, summary, baseline, anything, unfit)
+    return Planned(plan, certificate, result, timelines, graphs, summary, baseline, anything, unfit, fine)
+
+
+def _refined(
+    result: SearchResult,
+    workload: Workload,
+    cluster: Cluster,
+    profile: Profile,
+    gpus: int,
+    split: tuple[int, int] | None,
+    progress: Progress,
+    method: Method,
+) -> Finer | None:
+    """Splitting candidates by step, from the best of every scoring mode; None if nothing fits into memory."""
+    results = [result]
+    searched = {region.scoring for region in result.space.regions}
+    for mode in (mode for mode in SCORING if mode not in searched):
+        space = Space.of(workload, gpus, split, (mode,))
+        check_space(workload, cluster, profile, space, method)
+        results.append(search(workload, cluster, profile, space, progress, method))
+    if not any(one.regions for one in results):
+        return None
+    placements = starts(results)
+    with progress("splitting candidates", len(placements)) as tick:
+        return refine(workload, cluster, profile, placements, tick)
 
 
 AS_PUBLISHED = ("async_reward", "async_train", "merged_replay")

@@ -65,6 +65,7 @@ def report(planned: Planned, elapsed_s: float) -> dict[str, Any]:
             "ref_moved": list(p.ref_moved),
             "old_moved": list(p.old_moved),
         },
+        "finer": None if planned.finer is None else {**finer_facts(planned), "evaluated": planned.finer.evaluated},
         "lower_bound_us": plan.lower_bound_us,
         "any_schedule_bound_us": planned.any_schedule_bound_us,
         "gap": best.step_us / plan.lower_bound_us - 1 if plan.lower_bound_us else None,
@@ -132,7 +133,13 @@ def show(planned: Planned, origin: str, out: Path, elapsed_s: float) -> None:
     screen.print(f"step {seconds(best.step_us)}: {what}")
     rate = videos_per_s(plan.workload, best.step_us)
     screen.print(f"{rate:.4g} videos/s, {rate / gpus:.4g} per GPU")
-    if plan.best == SCHEDULE:
+    if planned.finer is not None:
+        facts = finer_facts(planned)
+        screen.print(
+            f"split by step: {facts['candidates_split']} candidates, by local search; {facts['share_off']:.1%} off "
+            f"the count space's best (any scoring), {facts['over_bound']:.1%} over the bound for divisible candidates"
+        )
+    elif plan.best == SCHEDULE:
         screen.print(f"certified: no placement of the count space is faster (their bound alone says {seconds(bound)})")
     of = "count space" if plan.best == SCHEDULE else f"count space of {SCHEDULE}, which the certificate is about"
     screen.print(f"{of}: {c.space_size} placements by formula; {accounted(c)}; in {elapsed_s:.1f} s")
@@ -159,6 +166,19 @@ def _remarks(plan: Plan) -> list[str]:
         elif not schedule.runs:
             remarks.append(f"{name} is simulated only: no real engine runs it, so it is never the best")
     return remarks
+
+
+def finer_facts(planned: Planned) -> dict[str, float]:
+    """How a placement with split candidates compares."""
+    assert planned.finer is not None
+    step, whole, bound = planned.finer.step_us, planned.finer.whole_us, planned.any_schedule_bound_us
+    return {
+        "step_us": step,
+        "whole_us": whole,
+        "candidates_split": len(planned.finer.placement.splits),
+        "share_off": 1 - step / max(1, whole),
+        "over_bound": step / max(1, bound) - 1,
+    }
 
 
 def accounted(c: Certificate) -> str:
