@@ -56,6 +56,9 @@ def plan(
         str,
         typer.Option(help="exhaustive: simulate every placement; bound: branch and bound; auto: whichever suits."),
     ] = "auto",
+    min_gain: Annotated[
+        float, typer.Option(help="Keep the best schedule that is not ours unless ours is faster by this share (0.02).")
+    ] = 0.0,
     finer: Annotated[
         bool, typer.Option("--finer", help="Go on from there and split candidates' replays by denoising step.")
     ] = False,
@@ -82,7 +85,7 @@ def plan(
     machines = _cluster(costs, cluster, gpus, actors, rewards, chosen.default_gpus)
     split = _split(len(machines.gpus), actors, rewards)
     modes = _scoring(scoring)
-    planned = make_plan(chosen, machines, costs, split, modes, progress, _method(search), finer)
+    planned = make_plan(chosen, machines, costs, split, modes, progress, _method(search), finer, _gain(min_gain))
     write_outputs(planned, out)
     if as_json:
         print_json(report(planned, time.monotonic() - started))
@@ -154,6 +157,12 @@ def _split(gpus: int, actors: int | None, rewards: int | None) -> tuple[int, int
 def missing_gpus(needed: int, there: int) -> str:
     """What to say when a split needs more GPUs than there are."""
     return f"needs {needed} GPUs, the cluster has {there}: missing {needed - there}; give more or lower --actors"
+
+
+def _gain(value: float) -> float:
+    if not 0 <= value <= 10:
+        raise InputError(f"--min-gain {value:g} must be between 0 and 10; 0.02 is 2 %")
+    return value
 
 
 def _method(text: str) -> Any:

@@ -72,12 +72,14 @@ def make_plan(
     progress: Progress = quiet,
     method: Method = "auto",
     finer: bool = False,
+    min_gain: float = 0.0,
 ) -> Planned:
     """Find the best placement and compare every schedule with it. ``InputError`` before the search, not after it,
     unless nothing fits into memory: no placement and, at the split, no other schedule.
 
     Without ``scoring`` the one mode is searched that looks best on a coarse grid (``search.probe_scoring``). ``finer``
-    goes on from the count space's best placements, under every scoring mode, and splits candidates by step.
+    goes on from the count space's best placements, under every scoring mode, and splits candidates by step. A schedule
+    of ours is chosen where it is at least ``min_gain`` (0.02: 2 %) faster than the best that is not.
     """
     workload.check_profile(profile)
     gpus = sum(split) if split else len(cluster.gpus)
@@ -93,7 +95,7 @@ def make_plan(
     best_split |= {n: step for n, (step, _) in others.items()}
     if not any(SCHEDULES[n].eligible for n in best_split):
         raise InputError(result.nothing_fits())
-    winner = _fastest(best_split)
+    winner = _worthwhile(best_split, min_gain)
     ours = fine.placement if fine else result.best.best if result.regions else result.nearest.nearest
     placements = {SCHEDULE: ours}
     own = others[winner][1] if not (split or winner == SCHEDULE or SCHEDULES[winner].everywhere) else ours
@@ -119,7 +121,7 @@ def make_plan(
     fitting = {n: item.step_us for n, item in scheduled.items() if n not in unfit and SCHEDULES[n].eligible}
     if not fitting:
         raise InputError(result.nothing_fits())
-    best = _fastest(fitting)
+    best = _worthwhile(fitting, min_gain)
     theirs = {n: step for n, step in best_split.items() if SCHEDULES[n].eligible and not SCHEDULES[n].ours}
     baseline = _fastest(theirs) if theirs else None
     anything = any_schedule_us(workload, gpus, StepCosts(workload, profile, cluster.gpus[0].kind, divisible=finer))
@@ -177,6 +179,16 @@ def _fastest(steps_us: dict[str, int]) -> str:
     order = [name for name, s in SCHEDULES.items() if s.eligible]
     eligible = [name for name in steps_us if name in order]
     return min(eligible, key=lambda n: (steps_us[n], SCHEDULES[n].ours, not SCHEDULES[n].merged, order.index(n)))
+
+
+def _worthwhile(steps_us: dict[str, int], min_gain: float) -> str:
+    """The fastest, or, where that is ours and gains less than ``min_gain``, the fastest that is not."""
+    fastest = _fastest(steps_us)
+    theirs = {n: us for n, us in steps_us.items() if SCHEDULES[n].eligible and not SCHEDULES[n].ours}
+    if not theirs or not SCHEDULES[fastest].ours:
+        return fastest
+    other = _fastest(theirs)
+    return other if theirs[other] < steps_us[fastest] * (1 + min_gain) else fastest
 
 
 def _best_split(

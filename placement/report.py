@@ -65,7 +65,7 @@ def report(planned: Planned, elapsed_s: float) -> dict[str, Any]:
             "ref_moved": list(p.ref_moved),
             "old_moved": list(p.old_moved),
         },
-        "finer": None if planned.finer is None else {**finer_facts(planned), "evaluated": planned.finer.evaluated},
+        **({"finer": {**finer_facts(planned), "evaluated": planned.finer.evaluated}} if planned.finer else {}),
         "lower_bound_us": plan.lower_bound_us,
         "any_schedule_bound_us": planned.any_schedule_bound_us,
         "gap": best.step_us / plan.lower_bound_us - 1 if plan.lower_bound_us else None,
@@ -127,8 +127,10 @@ def show(planned: Planned, origin: str, out: Path, elapsed_s: float) -> None:
     elif SCHEDULES[plan.best].ours:
         what = f"{gain} over {planned.best_baseline}, the best schedule that is not ours"
     else:
-        what = f"no benefit from training before the scores are in; {SCHEDULE} would take "
-        what += seconds(plan.schedules[SCHEDULE].step_us)
+        ours = plan.schedules[SCHEDULE]
+        worth = (ours.best_split_step_us or ours.step_us) < best.step_us
+        what = "too little" if worth else "no"
+        what += f" benefit from training before the scores are in; {SCHEDULE} would take {seconds(ours.step_us)}"
         what = f"{SCHEDULE} does not fit into memory" if SCHEDULE in planned.unfit else what
     screen.print(f"step {seconds(best.step_us)}: {what}")
     rate = videos_per_s(plan.workload, best.step_us)

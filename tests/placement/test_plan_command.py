@@ -242,6 +242,7 @@ BAD = {
         ),
         "3570125 of the space's 3570125 placements would be simulated, the limit is 200000",
     ),
+    "gain below nothing": (("--min-gain", "-0.1"), "--min-gain -0.1 must be between 0 and 10"),
     "unknown search": (("--search", "bounds"), "--search 'bounds' is unknown; did you mean 'bound'?"),
 }
 

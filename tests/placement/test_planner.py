@@ -250,3 +250,17 @@ def test_what_is_off_policy_or_only_simulated_is_shown_and_never_chosen(name, co
 def test_a_schedule_that_a_workload_cannot_have_is_left_out():
     planned = planned_for(workload_of(old_logprob_source="recompute"), SLOW_JUDGE, 2)
     assert list(planned.plan.schedules) == [name for name in SCHEDULES if name != "lean"]
+
+
+def test_a_gain_under_the_threshold_keeps_the_best_schedule_that_is_not_ours():
+    """What is kept is at its own best split, and nothing else about the plan changes."""
+    plain = make_plan(EIGHT, Cluster.equal(4, "gpu"), SLOW_JUDGE)
+    assert plain.plan.best == "stagebreaker"
+    gain = plain.summary["stagebreaker"].speedup_vs_best_baseline - 1
+    assert gain > 0
+    for threshold, best in ((gain - 1e-6, "stagebreaker"), (gain + 1e-6, plain.best_baseline)):
+        kept = make_plan(EIGHT, Cluster.equal(4, "gpu"), SLOW_JUDGE, min_gain=threshold)
+        assert kept.plan.best == best
+        assert kept.certificate == plain.certificate
+        item = kept.plan.schedules[best]
+        assert item.step_us == item.best_split_step_us
