@@ -25,13 +25,12 @@ from matplotlib.figure import Figure
 from stagebreaker.placement.reproduce import best_placement
 from stagebreaker.placement.space import SCHEDULE
 from stagebreaker.profiles.document import InputError
-from stagebreaker.profiles.judges import find_judge
 from stagebreaker.profiles.models import find_model
-from stagebreaker.profiles.roofline import Hardware, hardware_table, predicted_profile
+from stagebreaker.profiles.roofline import hardware_table
 from stagebreaker.profiles.table import Profile, TaskCost
 from stagebreaker.sim.plan import Placement
 from stagebreaker.sim.published import ACTORS, BASELINES, PAIRS, REWARDS, Case, shipped_profile, step_of
-from stagebreaker.sim.workload import RESOLUTIONS, Workload, load_workload
+from stagebreaker.sim.workload import RESOLUTIONS, Workload, load_workload, predicted_costs
 
 Row = dict[str, str | int | float]
 Progress = Callable[[int], None]
@@ -61,28 +60,6 @@ VALUES: dict[str, tuple[int | str, ...]] = {
 # -- costs -----------------------------------------------------------------------------------------------------
 
 
-def roofline_of(workload: Workload, hardware: Hardware) -> Profile:
-    """What the formulas alone say of a workload's tasks and data."""
-    return predicted_profile(
-        find_model(workload.policy),
-        find_judge(workload.judge),
-        hardware,
-        latent_frames=workload.latent_frames,
-        resolution=workload.resolution,
-        chunk_frames=workload.chunk_frames,
-        denoise_steps=workload.denoise_steps,
-        trained_steps=workload.trained_steps,
-        lora_rank=workload.lora_rank,
-        lora_targets=workload.lora_targets,
-        judge_tokens=workload.judge_tokens,
-        name=f"roofline-{workload.name}",
-        workload=workload.name,
-        settings=workload.cost_settings(),
-        value_steps=workload.denoise_steps if workload.algorithm == "kvpo" else None,
-        window_frames=workload.window_frames,
-    )
-
-
 def scaled_profile(profile: Profile, base: Workload, workload: Workload) -> Profile:
     """``profile``, whose costs are those of ``base``, scaled to ``workload`` by the roofline of the profile's GPU.
 
@@ -94,7 +71,7 @@ def scaled_profile(profile: Profile, base: Workload, workload: Workload) -> Prof
         raise InputError(f"profile {profile.name!r} has {len(profile.gpu_kinds)} kinds of GPU; scale a profile of one")
     gpu = profile.gpu_kinds[0].name
     hardware = hardware_table().find(gpu)
-    old, new = roofline_of(base, hardware), roofline_of(workload, hardware)
+    old, new = predicted_costs(base, hardware), predicted_costs(workload, hardware)
     tasks = []
     for kind in dict.fromkeys(task.kind for task in profile.tasks):
         curve = profile.curve_us(kind, gpu)

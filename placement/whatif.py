@@ -22,14 +22,13 @@ from stagebreaker.placement.planner import make_plan
 from stagebreaker.placement.space import SCHEDULE, Space
 from stagebreaker.profiles.document import InputError, nearest
 from stagebreaker.profiles.judges import find_judge
-from stagebreaker.profiles.models import find_model
-from stagebreaker.profiles.roofline import hardware_table, predicted_profile
+from stagebreaker.profiles.roofline import hardware_table
 from stagebreaker.profiles.table import JUDGE_KINDS, TASK_KINDS, Profile, Serving
 from stagebreaker.sim.palette import INK, SERIES
 from stagebreaker.sim.plan import SCORING, Placement
 from stagebreaker.sim.plot import PAGE_IN
 from stagebreaker.sim.schedules import SCHEDULES
-from stagebreaker.sim.workload import Cluster, Workload
+from stagebreaker.sim.workload import Cluster, Workload, predicted_costs
 
 EXHAUSTIVE = 1800
 """Count spaces up to this size, all scoring modes together, are simulated as a whole."""
@@ -264,25 +263,7 @@ def predicted(workload: Workload, hardware: str, sigma: float | None = None, see
     the logarithm, drawn by ``seed``, and ``judge_tokens`` stays their mean, so that only their spread varies.
     """
     judge = find_judge(workload.judge)
-    profile = predicted_profile(
-        find_model(workload.policy),
-        judge,
-        hardware_table().find(hardware),
-        latent_frames=workload.latent_frames,
-        resolution=workload.resolution,
-        chunk_frames=workload.chunk_frames,
-        denoise_steps=workload.denoise_steps,
-        trained_steps=workload.trained_steps,
-        lora_rank=workload.lora_rank,
-        lora_targets=workload.lora_targets,
-        judge_tokens=workload.judge_tokens,
-        name=f"roofline-{workload.name}",
-        workload=workload.name,
-        settings=workload.cost_settings(),
-        value_steps=workload.denoise_steps if workload.algorithm == "kvpo" else None,
-        window_frames=workload.window_frames,
-        sigma=sigma,
-    )
+    profile = predicted_costs(workload, hardware_table().find(hardware), sigma=sigma)
     if profile.verdicts is None or sigma is None:
         return profile
     mean = workload.judge_tokens / len(judge.rounds)

@@ -129,32 +129,13 @@ def predict(
     as_json: JsonFlag = False,
 ) -> None:
     """Predict a profile by FLOPs and bytes, for hardware that is not at hand; nothing is measured."""
-    from stagebreaker.profiles import roofline
-    from stagebreaker.profiles.judges import find_judge
-    from stagebreaker.profiles.models import find_model
-    from stagebreaker.sim.workload import load_workload
+    from stagebreaker.profiles.roofline import hardware_table
+    from stagebreaker.sim.workload import load_workload, predicted_costs
 
     w = load_workload(workload, tuple(set_ or ()))
     check_file(out)
-    predicted = roofline.predicted_profile(
-        find_model(w.policy),
-        find_judge(w.judge),
-        roofline.hardware_table().find(hardware),
-        latent_frames=w.latent_frames,
-        resolution=w.resolution,
-        chunk_frames=w.chunk_frames,
-        denoise_steps=w.denoise_steps,
-        trained_steps=w.trained_steps,
-        lora_rank=w.lora_rank,
-        lora_targets=w.lora_targets,
-        judge_tokens=w.judge_tokens,
-        name=f"{w.name}-{hardware}-predicted",
-        workload=w.name,
-        settings=w.cost_settings(),
-        value_steps=w.denoise_steps if w.algorithm == "kvpo" else None,
-        window_frames=w.window_frames,
-        sigma=sigma,
-    )
+    where = hardware_table().find(hardware)
+    predicted = predicted_costs(w, where, f"{w.name}-{hardware}-predicted", sigma)
     predicted.save(out)
     if as_json:
         print_json(summary(predicted))

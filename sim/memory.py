@@ -1,21 +1,22 @@
 """Memory: what lies on each GPU during a step, line by line, and whether it fits.
 
-A lane holds the engines of its tasks, one video's cache, the activations of its largest task, the gradients that wait
-for their advantage, and what the step stores. It is a static worst case over all timings of the queues, so a placement
-that fits cannot run out of what is counted. Engine switches give a lane two phases, of which the larger counts.
-It knows neither fragmentation, nor what a framework keeps, nor a judge that would rather queue than serve at once.
+A lane holds the engines of its tasks, one video's cache, the activations of its largest task, gradients and versions of
+the adapter for as long as ``executor.worker`` keeps them, and what the step stores. It is a static worst case over all
+timings of the queues, so a placement that fits cannot run out of what is counted. Engine switches give a lane two
+phases, of which the larger counts. It knows neither fragmentation, nor what a framework keeps, nor trajectories of the
+step before (``one_step_off``).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from stagebreaker.profiles.table import Profile
-from stagebreaker.sim.dataflow import CONTROL_KINDS, POLICY_KINDS, REQUEST, Assignment, StepGraph, Task
-from stagebreaker.sim.timeline import Timeline
+from stagebreaker.sim.dataflow import POLICY_KINDS, REQUEST, Assignment, StepGraph, Task
 from stagebreaker.sim.workload import Cluster, Workload
 
 ACTIVATIONS = {
@@ -33,7 +34,14 @@ ACTIVATIONS = {
 }
 """The memory kind of a task's activations, by what it is priced as; other tasks need none."""
 _PASSES = ("generate", "old_replay", "ref_replay", "loss_replay", "grad_replay")
-_STORED = ("trajectory", "latents", "frames", "reference")
+_STORED = ("embeddings", "trajectory", "latents", "frames", "reference")
+UPDATE_VECTORS = 5
+"""What an update takes: the sum, its mean, the optimizer's copy of that, and two temporaries of AdamW."""
+_WORK = {
+    "unit buffers": "gradients of single units while one candidate is replayed",
+    "accumulator": "the sum of A g, or what is added to it",
+    "update buffers": "the sum, its mean, the optimizer's copy and its temporaries",
+}
 
 
 class Line(NamedTuple):
@@ -85,65 +93,80 @@ def gigabytes(size_bytes: int) -> str:
 
 
 def budgets(
-    workload: Workload,
-    graph: StepGraph,
-    assignment: Assignment,
-    profile: Profile,
-    cluster: Cluster,
-    timeline: Timeline | None = None,
+    workload: Workload, graph: StepGraph, assignment: Assignment, profile: Profile, cluster: Cluster
 ) -> tuple[Budget, ...]:
     """One budget per lane, in lane order; none if the profile knows no memory. See ``Memory`` for the bound."""
-    return Memory(workload, graph, profile, cluster, timeline).budgets(assignment)
+    return Memory(workload, graph, profile, cluster).budgets(assignment)
+
+
+class _Source(NamedTuple):
+    """A task that makes a gradient: vectors it stores, vectors it needs beside them while it runs, where it goes."""
+
+    batch: int
+    vectors: int
+    units: int
+    fold: str | None
+
+
+class _Fold(NamedTuple):
+    """The gradients (parts) of one candidate; ``scaled``: vectors that A times them takes beside them."""
+
+    batch: int
+    parts: tuple[str, ...]
+    scaled: int
+
+
+class _Moment(NamedTuple):
+    """Vectors of own replays (``kept`` of them until the step ends), from other lanes and at work under a name.
+
+    ``versions``: of the adapter.
+    """
+
+    batch: int
+    own: int
+    kept: int
+    received: int
+    name: str
+    work: int
+    versions: int
 
 
 class Memory:
     """The budgets of one graph under many assignments; lanes with equal queues are worked out once.
 
-    Gradients that wait: between two updates, every replay of the mini-batch on the lane whose advantage (KVPO: group
-    weights) may be unknown when it starts. It is known in every timing if each score it depends on is an ancestor of
-    the replay in the graph, or is given on the replay's own lane, where scoring comes before training. So it is an
-    upper bound over all timings, reached if no other score comes before the mini-batch's replays end. Given a
-    ``timeline``, only those count whose scores came after their start in it. A waiting replay keeps g+ and g-; one
-    vector where both are the same (mini-batch 0 under ``first_replay``) or the algorithm has no signs (KVPO). The
-    update GPU also holds what the others send, since it folds in candidate order: scaled already where the advantage
-    was known. Raises ``InputError`` for a memory kind that is needed and absent.
+    A gradient is one vector where its replay is given the advantage, which then seeds the backward, and for KVPO, which
+    has no signs. Otherwise it is g+ and g-, whether or not the scores are there by then; one vector at a ratio of 1
+    (mini-batch 0 under ``first_replay``), and one more for a KL to means. A lane replays its whole mini-batch before it
+    folds the first, in candidate order, so all of them are held, and what other lanes send to be folded may be there as
+    well. A worker that sends a gradient keeps its own copy until the step ends, as it keeps that of a candidate which
+    is not folded and every version of the adapter. Mini-batches do not overlap: a replay needs the update before.
+    Raises ``InputError`` for a memory kind that is needed and absent.
     """
 
-    def __init__(
-        self,
-        workload: Workload,
-        graph: StepGraph,
-        profile: Profile,
-        cluster: Cluster,
-        timeline: Timeline | None = None,
-    ) -> None:
+    def __init__(self, workload: Workload, graph: StepGraph, profile: Profile, cluster: Cluster) -> None:
         self.workload, self.graph, self.profile = workload, graph, profile
         self.known = bool(profile.memory_bytes)
         """Whether there are budgets."""
         self._capacity = {lane.name: cluster.gpus[lane.index].memory_bytes for lane in graph.lanes}
         self.limited = self.known and any(self._capacity.values())
         """Whether a budget can be over its GPU's memory."""
+        self._updates = graph.of_kind("update")
         self._found: dict[tuple[str, tuple[str, ...], tuple[str, ...]], Budget] = {}
-        self._waiting: dict[tuple[str, str], bool] = {}
         if not self.known:
             return
-        self._bit = {task.id: 1 << n for n, task in enumerate(graph.tasks)}
-        self._before = self._ancestors()
-        self._awaited = self._awaited_scores()
-        self._sources = [task for task in graph.tasks if task.id in self._awaited]
-        """Tasks that make a gradient: replays, and rollouts that back-propagate."""
+        self._sources = self._all_sources()
+        self._all_folded = all(source.fold for source in self._sources.values())
+        self._folds = {fold.id: self._fold(fold) for fold in graph.of_kind("fold")}
         self._pinned: dict[str, list[Task]] = {lane.name: [] for lane in graph.lanes}
         for task in graph.tasks:
             if task.pinned is not None and task.kind in ("score", REQUEST):
                 self._pinned[task.pinned].append(task)
-        self._given = {lane: self._mask(task.id for task in tasks) for lane, tasks in self._pinned.items()}
-        self._makes: dict[str, set[str]] = {task.id: set() for task in graph.tasks}
-        for task in graph.tasks:
-            for need in task.needs:
-                if need.data in _STORED:
-                    self._makes[need.task].add(str(need.data))
-        self._start_us = {row.task: row.start_us for row in timeline.rows} if timeline else {}
-        self._end_us = {row.task: row.end_us for row in timeline.rows} if timeline else {}
+        self._touches = {task.id: {(n.task, n.data) for n in task.needs if n.data in _STORED} for task in graph.tasks}
+        """Task -> what it finds or leaves in its worker's store: (task that made it, data kind)."""
+        for made in [pair for touched in self._touches.values() for pair in touched]:
+            self._touches[made[0]].add(made)
+        for task in graph.of_kind("generate"):
+            self._touches[task.id] |= {(task.id, "trajectory"), (task.id, "latents")}
 
     def budgets(self, assignment: Assignment) -> tuple[Budget, ...]:
         """One per lane, in lane order; none if the profile knows no memory."""
@@ -156,15 +179,52 @@ class Memory:
         found = [budget for budget in self.budgets(assignment) if not budget.fits]
         return max(found, key=lambda budget: budget.over_bytes, default=None)
 
-    # -- what may be unknown ---------------------------------------------------------------------------------
+    # -- gradients -------------------------------------------------------------------------------------------
 
-    def _mask(self, tasks: Iterable[str]) -> int:
-        found = 0
-        for task in tasks:
-            found |= self._bit[task]
-        return found
+    def _all_sources(self) -> dict[str, _Source]:
+        """Replays, and rollouts that back-propagate."""
+        fold_of = {need.task: fold.id for fold in self.graph.of_kind("fold") for need in fold.needs if need.data}
+        return {
+            task.id: _Source(self._batch(task), self._vectors(task), self._units(task), fold_of.get(task.id))
+            for task in self.graph.tasks
+            if task.kind == "grad_replay" or task.id in fold_of
+        }
 
-    def _ancestors(self) -> dict[str, int]:
+    def _fold(self, fold: Task) -> _Fold:
+        parts = tuple(need.task for need in fold.needs if need.data)
+        seeded = all(self._is_seeded(self.graph.by_id[part]) for part in parts)
+        return _Fold(self._batch(fold), parts, 0 if seeded else len(parts))
+
+    def _batch(self, task: Task) -> int:
+        """Mini-batch; a rollout carries none."""
+        return self.workload.mini_batch_of(task.candidate or 0) if task.mini_batch is None else task.mini_batch
+
+    def _is_seeded(self, source: Task) -> bool:
+        """The stage-centric kernel: the advantage is in the gradient already, and the fold adds it as it is."""
+        return any(self.graph.by_id[need.task].kind == "advantage" for need in source.needs)
+
+    def _vectors(self, source: Task) -> int:
+        """Vectors that are stored."""
+        w = self.workload
+        if self._is_seeded(source):
+            return 1
+        ratio_is_1 = source.kind == "generate" or (w.old_logprob_source == "first_replay" and source.mini_batch == 0)
+        return (1 if w.algorithm == "kvpo" or ratio_is_1 else 2) + w.gaussian_kl
+
+    def _units(self, source: Task) -> int:
+        """Vectors beside these while they are made: a unit each, since a ratio is known after the last chunk."""
+        if self._is_seeded(source):
+            return 0
+        if source.kind == "generate" or self.workload.algorithm == "kvpo":
+            return 1
+        return len(source.steps or ()) or self.workload.trained_steps
+
+    @cached_property
+    def _bit(self) -> dict[str, int]:
+        return {task.id: 1 << n for n, task in enumerate(self.graph.tasks)}
+
+    @cached_property
+    def _before(self) -> dict[str, int]:
         """Bits of everything that is done before a task starts, whatever the timing."""
         before: dict[str, int] = {}
         for task in self.graph.topological:
@@ -174,56 +234,12 @@ class Memory:
             before[task.id] = found
         return before
 
-    def _awaited_scores(self) -> dict[str, tuple[str, ...]]:
-        """Task that makes a gradient -> what has to be done before its weight in the fold is known.
-
-        Group weights need the log-probs of all branches; where there is a loss replay, they come from it. A replay that
-        is never folded, since rewards did not select it, waits for all that its mini-batch waits for.
-        """
-        by_id, awaited = self.graph.by_id, {}
-        in_batch: dict[int | None, set[str]] = {}
-        for fold in self.graph.of_kind("fold"):
-            left = [need.task for need in fold.needs if need.data is None]
-            found: set[str] = set()
-            while left:
-                task = by_id[left.pop()]
-                if task.kind in CONTROL_KINDS:
-                    left += [need.task for need in task.needs]
-                    continue
-                first = f"loss_replay:{task.candidate}"
-                found.add(first if task.kind == "grad_replay" and first in by_id else task.id)
-            in_batch.setdefault(fold.mini_batch, set()).update(found)
-            awaited.update({need.task: tuple(sorted(found)) for need in fold.needs if need.data is not None})
-        for replay in self.graph.of_kind("grad_replay"):
-            awaited.setdefault(replay.id, tuple(sorted(in_batch.get(replay.mini_batch, ()))))
-        return awaited
-
-    def _waits(self, source: str, lane: str) -> bool:
-        """Whether the advantage of a gradient made on this lane may be unknown when its task starts."""
-        if (source, lane) not in self._waiting:
-            awaited = self._awaited[source]
-            waits = bool(self._mask(awaited) & ~(self._before[source] | self._given[lane]))
-            if waits and source in self._start_us:
-                waits = any(self._end_us[task] > self._start_us[source] for task in awaited)
-            self._waiting[source, lane] = waits
-        return self._waiting[source, lane]
-
-    def _batch(self, source: Task) -> int:
-        """Mini-batch; a rollout carries none."""
-        return self.workload.mini_batch_of(source.candidate or 0) if source.mini_batch is None else source.mini_batch
-
-    def _vectors(self, source: Task) -> int:
-        """Vectors that a waiting gradient is; one more for a KL to means, which the advantage does not scale."""
-        w = self.workload
-        ratio_is_1 = source.kind == "generate" or (w.old_logprob_source == "first_replay" and source.mini_batch == 0)
-        return (1 if w.algorithm == "kvpo" or ratio_is_1 else 2) + w.gaussian_kl
-
     # -- one lane --------------------------------------------------------------------------------------------
 
     def _budget(self, lane: str, assignment: Assignment) -> Budget:
         queue = assignment.order[lane]
         receives = assignment.lane_of["update:0"] == lane or len(self._sources) > self.workload.candidates
-        key = (lane, queue, tuple(assignment.lane_of[task.id] for task in self._sources) if receives else ())
+        key = (lane, queue, tuple(assignment.lane_of[task] for task in self._sources) if receives else ())
         found = self._found.get(key)
         if found is None:
             found = self._found[key] = self._worked_out(lane, queue, assignment)
@@ -233,8 +249,11 @@ class Memory:
         tasks = [self.graph.by_id[task] for task in queue]
         kinds = {task.kind for task in tasks} | {task.kind for task in self._pinned[lane]}
         priced = {task.cost_kind or task.kind for task in (*tasks, *self._pinned[lane])}
-        kept = [*self._kept(tasks, kinds), *self._stored(lane, tasks)]
-        policy = [*self._policy(tasks, kinds), *self._gradients(lane, tasks, assignment)]
+        kept = [*self._kept(kinds), *self._stored(lane, tasks)]
+        policy = [
+            *self._policy(tasks, kinds),
+            *self._gradients(lane, tasks, kinds, assignment),
+        ]
         judge = self._judge(lane)
         judging = {"score", REQUEST}
         if "switch" not in kinds:
@@ -242,28 +261,50 @@ class Memory:
         else:
             phases = {
                 "policy": [*policy, *kept, *self._activations(priced - judging)],
-                "judge": [*judge, *kept, *self._activations(priced & judging)],
+                "judge": [
+                    *judge,
+                    *self._early(lane, tasks, assignment),
+                    *kept,
+                    *self._activations(priced & judging),
+                ],
             }
         phase = max(phases, key=lambda name: sum(line.size_bytes for line in phases[name]))
         return Budget(lane, phase, tuple(line for line in phases[phase] if line.size_bytes), self._capacity[lane])
 
-    def _kept(self, tasks: Sequence[Task], kinds: set[str]) -> Iterator[Line]:
+    def _kept(self, kinds: set[str]) -> Iterator[Line]:
         """What an engine switch does not move."""
-        if kinds & {*POLICY_KINDS, "fold"}:
-            frozen = any(task.kind == "old_replay" and (task.mini_batch or 0) > 0 for task in tasks)
-            why = "the current one, and the one frozen at rollout for old log-probs" if frozen else "the current one"
-            yield Line("adapter", (1 + frozen) * self.profile.held_bytes("adapter"), why)
         if "update" in kinds:
-            yield Line("optimizer", self.profile.held_bytes("optimizer"), "moments, on the update GPU")
+            size = self.profile.held_bytes("optimizer") + self.profile.held_bytes("adapter")
+            yield Line("optimizer", size, "moments and its own copy of the adapter, on the update GPU")
         if "encode_prompt" in kinds:
             yield Line("text encoder", self.profile.held_bytes("text_encoder_weights"), "weights")
 
+    def _versions(self, count: int, in_model: int) -> Line:
+        """Copies of the adapter; ``in_model``: 1 where the policy is there, whose layers are one."""
+        why = f"the initial one and {count} version{'s' * (count > 1)} of this step"
+        size = (1 + count + in_model) * self.profile.held_bytes("adapter")
+        return Line("adapter", size, f"in the policy, {why}" if in_model else why)
+
+    def _early(self, lane: str, tasks: Sequence[Task], assignment: Assignment) -> Iterator[Line]:
+        """What can come from other lanes while the judge is here: it needs no task that follows the switch back."""
+        last = max(n for n, task in enumerate(tasks) if task.kind == "switch")
+        after = sum(self._bit[task.id] for task in tasks[last + 1 :])
+        found = {
+            need.task: self._sources[need.task].vectors if task.kind == "fold" else len(self._folds[need.task].parts)
+            for task in tasks[last + 1 :]
+            for need in task.needs
+            if task.kind in ("fold", "update") and need.data and assignment.lane_of[need.task] != lane
+        }
+        count = sum(vectors for source, vectors in found.items() if not self._before[source] & after)
+        if count:
+            size = count * self.profile.held_bytes("gradient_buffer")
+            yield Line("received gradients", size, f"{_vectors(count)} from GPUs that are back at training already")
+        updates = sum(not (self._before[update.id] | self._bit[update.id]) & after for update in self._updates)
+        yield self._versions(1 + updates, 0)
+
     def _stored(self, lane: str, tasks: Sequence[Task]) -> Iterator[Line]:
         """Trajectories, latents and frames made or used here, until the step ends."""
-        held = {(task.id, data) for task in tasks for data in self._makes[task.id]}
-        for task in (*tasks, *self._pinned[lane]):
-            held.update((need.task, need.data) for need in task.needs if need.data in _STORED)
-        held -= {(source, "latents") for source, data in held if data == "trajectory"}  # its last point
+        held = set().union(*(self._touches[task.id] for task in (*tasks, *self._pinned[lane])))
         counts = Counter(data for _, data in held)
         size = sum(count * self.profile.size_bytes(data) for data, count in counts.items())
         if size:
@@ -285,6 +326,8 @@ class Memory:
         served = sum(task.kind == REQUEST for task in tasks)
         at_once = min(served, 1) if self.profile.serving == "serial" else served
         at_once = max(at_once, *(len(task.members) for task in tasks if task.kind == "score"), 0)
+        if self.profile.verdicts is not None and self.profile.verdicts.most_active is not None:
+            at_once = min(at_once, self.profile.verdicts.most_active)
         yield Line("judge", self.profile.held_bytes("judge_weights"), "weights")
         size = at_once * self.profile.held_bytes("judge_reserve")
         yield Line("judge reserve", size, f"caches of up to {at_once} requests at once")
@@ -295,49 +338,62 @@ class Memory:
             kind = max(needed, key=lambda name: needed[name])
             yield Line("activations", needed[kind], f"largest of its tasks: {'score' if kind == REQUEST else kind}")
 
-    def _gradients(self, lane: str, tasks: Sequence[Task], assignment: Assignment) -> Iterator[Line]:
-        """Vectors of the adapter's length in the worst mini-batch: of own replays, received, units, accumulator."""
-        own = [task for task in tasks if task.id in self._awaited]
-        folds = any(task.kind == "fold" for task in tasks)
-        if not own and not folds:
+    def _gradients(self, lane: str, tasks: Sequence[Task], kinds: set[str], assignment: Assignment) -> Iterator[Line]:
+        """Vectors and versions in the moment when they are most."""
+        if not kinds & {*POLICY_KINDS, "fold"}:
             return
-        vector = self.profile.held_bytes("gradient_buffer")
-        per_batch = []
-        for m in range(self.workload.mini_batches):
-            waiting = [self._vectors(t) for t in own if self._batch(t) == m and self._waits(t.id, lane)]
-            received = self._received(m, lane, tasks, assignment)
-            per_batch.append((sum(waiting) + received, -m, len(waiting), sum(waiting), received))
-        _, batch, count, kept, received = max(per_batch)
-        if kept:
-            why = f"{count} in mini-batch {-batch} that may wait for their advantage, {_vectors(kept // count)} each"
-            yield Line("gradient buffers", kept * vector, why)
-        if received:
-            why = f"{_vectors(received)} of mini-batch {-batch} from other GPUs, until they are folded"
-            yield Line("received gradients", received * vector, why)
-        if own:
-            units = max(map(self._units, own))
-            yield Line("unit buffers", units * vector, f"{_vectors(units)} while one candidate is replayed")
-        if folds:
-            yield Line("accumulator", vector, "the sum of A g")
+        vector, version = self.profile.held_bytes("gradient_buffer"), self.profile.held_bytes("adapter")
+        most = max(
+            self._moments(lane, tasks, assignment),
+            key=lambda m: (m.own + m.received + m.work) * vector + m.versions * version,
+        )
+        if most.own:
+            until = (most.own - most.kept, "until they are folded here"), (most.kept, "until the step ends")
+            why = f"of replays here up to mini-batch {most.batch}: {', '.join(f'{n} {when}' for n, when in until if n)}"
+            yield Line("gradient buffers", most.own * vector, why)
+        if most.received:
+            why = f"{_vectors(most.received)} of mini-batch {most.batch} from other GPUs, until they are added"
+            yield Line("received gradients", most.received * vector, why)
+        if most.work:
+            yield Line(most.name, most.work * vector, f"{_vectors(most.work)}: {_WORK[most.name]}")
+        yield self._versions(most.versions, 1)
 
-    def _units(self, source: Task) -> int:
-        """Unit gradients kept while one is made: a ratio is known after the last chunk; a known seed needs one."""
-        seeded = any(self.graph.by_id[need.task].kind == "advantage" for need in source.needs)
-        if seeded or source.kind == "generate" or self.workload.algorithm == "kvpo":
-            return 1
-        return len(source.steps or ()) or self.workload.trained_steps
-
-    def _received(self, m: int, lane: str, tasks: Sequence[Task], assignment: Assignment) -> int:
-        """Vectors that other lanes send before they can be added."""
-        count = 0
+    def _moments(self, lane: str, tasks: Sequence[Task], assignment: Assignment) -> Iterator[_Moment]:
+        """Per mini-batch when its last replay runs, its first fold, and its update; and the end of the step."""
+        batches, lane_of, sums = self.workload.mini_batches, assignment.lane_of, not self.workload.deterministic
+        updates = lane_of["update:0"] == lane
+        own, kept, units, received, adds, scaled = ([0] * batches for _ in range(6))
+        folds = [False] * batches
         for task in tasks:
-            for need in task.needs if task.mini_batch == m and task.kind in ("fold", "update") else ():
-                there = assignment.lane_of[need.task] if need.data is not None else lane
-                if there != lane:
-                    source = self.graph.by_id[need.task]
-                    waits = source.kind != "fold" and self._waits(source.id, there)
-                    count += self._vectors(source) if waits else 1
-        return count
+            if (source := self._sources.get(task.id)) is not None:
+                own[source.batch] += source.vectors
+                units[source.batch] = max(units[source.batch], source.units)
+                if source.fold is None or lane_of[source.fold] != lane:
+                    kept[source.batch] += source.vectors
+            elif (fold := self._folds.get(task.id)) is not None:
+                received[fold.batch] += sum(self._sources[p].vectors for p in fold.parts if lane_of[p] != lane)
+                folds[fold.batch] = True
+                adds[fold.batch] = max(adds[fold.batch], fold.scaled, not sums)
+                scaled[fold.batch] += len(fold.parts) if sums else 0
+        sent = [0] * batches
+        if updates and sums:
+            for name, fold in self._folds.items():
+                sent[fold.batch] += len(fold.parts) if lane_of[name] != lane else 0
+        before = most_units = 0
+        for m in range(batches):
+            held, left, there = before + own[m], before + kept[m], received[m] + sent[m]
+            most_units = max(most_units, units[m])  # a replay that is never folded may be late
+            versions = 1 + (m if updates or self._all_folded else batches)
+            if own[m]:
+                yield _Moment(m, held, left, there, "unit buffers", most_units, versions)
+            if folds[m]:
+                yield _Moment(m, held, left, there, "accumulator", adds[m], versions)
+            if updates and sums:
+                yield _Moment(m, left + scaled[m], left, sent[m], "accumulator", 1, versions)
+            if updates:
+                yield _Moment(m, left, left, 0, "update buffers", UPDATE_VECTORS, versions)
+            before += kept[m] + (0 if updates else scaled[m])
+        yield _Moment(batches - 1, before, before, 0, "", 0, 1 + batches)
 
 
 def _vectors(count: int) -> str:

@@ -15,6 +15,9 @@ import yaml
 from pydantic import Field, field_validator, model_validator
 
 from stagebreaker.profiles.document import Document, InputError, Model, load_yaml, nearest, read_mapping
+from stagebreaker.profiles.judges import find_judge
+from stagebreaker.profiles.models import find_model
+from stagebreaker.profiles.roofline import Hardware, predicted_profile
 from stagebreaker.profiles.table import Profile
 
 RESOLUTIONS = {"360p": "352x640", "480p": "480x832"}
@@ -343,3 +346,26 @@ def parse_overrides(overrides: tuple[str, ...]) -> dict[str, object]:
         except yaml.YAMLError:
             raise InputError(f"--set {item!r}: the value is not YAML; quote it") from None
     return result
+
+
+def predicted_costs(workload: Workload, hardware: Hardware, name: str = "", sigma: float | None = None) -> Profile:
+    """What FLOP and byte formulas say of a workload's tasks and data on a GPU; ``sigma`` as ``roofline`` has it."""
+    return predicted_profile(
+        find_model(workload.policy),
+        find_judge(workload.judge),
+        hardware,
+        latent_frames=workload.latent_frames,
+        resolution=workload.resolution,
+        chunk_frames=workload.chunk_frames,
+        denoise_steps=workload.denoise_steps,
+        trained_steps=workload.trained_steps,
+        lora_rank=workload.lora_rank,
+        lora_targets=workload.lora_targets,
+        judge_tokens=workload.judge_tokens,
+        name=name or f"roofline-{workload.name}",
+        workload=workload.name,
+        settings=workload.cost_settings(),
+        value_steps=workload.denoise_steps if workload.algorithm == "kvpo" else None,
+        window_frames=workload.window_frames,
+        sigma=sigma,
+    )
