@@ -65,7 +65,6 @@ class _Walk:
         self.lanes = [_Lane() for _ in index.graph.lanes]
         self.egress: list[deque[tuple[Transfer, int]]] = [deque() for _ in index.graph.lanes]
         self.values: dict[str, Any] = {}
-        self.ready_us = [0] * len(index.tasks)
         self.rows: list[Row] = []
         self.in_flight = 0
         self.zero = 0
@@ -150,17 +149,17 @@ class _Walk:
 
     def _task_done(self, done: Done, lane: int, n: int, task: Task) -> None:
         self.lanes[lane].running.remove(n)
-        self._row(task, lane, self.ready_us[n], done)
+        self._row(task, lane, self.dispatch.available_us[n], done)
         self.values[task.id] = done.value
         self._reopen_span(lane, done.end_us - self.zero)
         self._complete(n)
 
     def _batch_done(self, done: Done, lane: int, requests: list[int], task: Task) -> None:
         self.lanes[lane].running.remove(None)
-        self._row(task, lane, min(self.ready_us[n] for n in requests), done)
+        self._row(task, lane, min(self.dispatch.available_us[n] for n in requests), done)
         for n in requests:
             request = self.index.tasks[n]
-            self._row(request, lane, self.ready_us[n], done)
+            self._row(request, lane, self.dispatch.available_us[n], done)
             self.values[request.id] = done.value
             self.dispatch.request_done(lane)
             self._complete(n)
@@ -168,7 +167,7 @@ class _Walk:
     def _request_done(self, done: Done, lane: int, n: int) -> None:
         state = self.lanes[lane]
         state.active.discard(n)
-        self._row(self.index.tasks[n], lane, self.ready_us[n], done)
+        self._row(self.index.tasks[n], lane, self.dispatch.available_us[n], done)
         self.values[self.index.tasks[n].id] = done.value
         if not state.active:
             self._close_span(lane, done.end_us - self.zero)
@@ -194,8 +193,7 @@ class _Walk:
             state.span_members = [m for n in sorted(state.active) for m in self.index.tasks[n].members]
 
     def _complete(self, n: int) -> None:
-        ready, transfers = self.dispatch.complete(n)
-        self._note_ready(ready)
+        ready, transfers = self.dispatch.complete(n, now_us() - self.zero)
         for transfer in transfers:
             source = self.dispatch.lane[transfer.source]
             self.egress[source].append((transfer, now_us() - self.zero))
@@ -215,9 +213,7 @@ class _Walk:
         self.rows.append(transfer_row(self.index, transfer, source, min(due, start), start, end))
         if self.egress[source]:
             self._send(source)
-        ready = self.dispatch.arrive(transfer.users)
-        self._note_ready(ready)
-        self._control(ready)
+        self._control(self.dispatch.arrive(transfer.users, now_us() - self.zero))
 
     def _control(self, ready: Sequence[int]) -> None:
         """Do what is the controller's own among the tasks that became ready."""
@@ -228,10 +224,6 @@ class _Walk:
             values = {need.task: self.values.get(need.task) for need in task.needs}
             self.values[task.id] = self.step.control(task, values)
             self._complete(n)
-
-    def _note_ready(self, ready: Sequence[int]) -> None:
-        for n in ready:
-            self.ready_us[n] = now_us() - self.zero
 
     def _row(self, task: Task, lane: int, ready: int, done: Done) -> None:
         where = self.index.graph.lanes[lane]

@@ -335,57 +335,64 @@ def extrapolate(
 def explain(
     plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json.")],
     schedule: Annotated[str | None, typer.Option(help="One of the plan's schedules. Default: its best.")] = None,
+    as_json: JsonFlag = False,
 ) -> None:
-    """Which GPU does what, and why this schedule."""
-    from stagebreaker.placement.report import (
-        budget_table,
-        budgets_of,
-        critical_line,
-        idle_cells,
-        placement_line,
-        replay,
-    )
+    """Which GPU does what and waits for what, what binds, and what one change would do."""
+    from stagebreaker.placement.explain import explanation
+    from stagebreaker.placement.report import budget_table, budgets_of, critical_line, idle_cells, replay
     from stagebreaker.placement.space import SCHEDULE
     from stagebreaker.sim.plan import Plan
 
     plan = Plan.load(plan_file)
     name = plan.best if schedule is None else schedule
-    timeline, graph = replay(plan, name)
-    rows = []
-    for use in timeline.use(graph):
-        kinds: dict[str, int] = {}
-        for row in timeline.spans(use.lane.name):
-            kinds[row.kind] = kinds.get(row.kind, 0) + 1
-        work = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-        gpu = plan.cluster.gpus[use.lane.index]
-        rows.append(
-            (
-                use.lane.name,
-                gpu.kind,
-                work,
-                share(use.busy_us / timeline.makespan_us),
-                *idle_cells(use.idle_us),
-            )
+    found = explanation(plan, name)
+    if as_json:
+        print_json(found)
+        return
+    step, screen = found["step_us"], console()
+    rows = [
+        (
+            gpu["gpu"],
+            gpu["kind"],
+            ", ".join(f"{count} {kind}" for kind, count in gpu["tasks"].items()),
+            share(gpu["busy_us"] / step),
+            *idle_cells(gpu["idle_us"]),
         )
-    screen = console()
-    screen.print(
-        table(
-            f"{name}: {placement_line(plan.schedules[name].placement, plan.workload)}",
-            ("GPU", "kind", "tasks", "busy", "idle", "waits for"),
-            rows,
-        )
-    )
+        for gpu in found["gpus"]
+    ]
+    screen.print(table(f"{name}: {found['placement']}", ("GPU", "kind", "tasks", "busy", "idle", "waits for"), rows))
     if held := budgets_of(plan, name):
         screen.print(budget_table(held))
-    busiest = max(timeline.use(graph), key=lambda u: (u.busy_us, u.lane.name))
-    step = plan.schedules[name].step_us
-    screen.print(
-        f"The step takes {seconds(step)}. {busiest.lane.name} binds: it is busy {share(busiest.busy_us / step)} of it."
-    )
-    screen.print(critical_line(timeline, graph))
+    busy = next(gpu["busy_us"] for gpu in found["gpus"] if gpu["gpu"] == found["binds"])
+    screen.print(f"The step takes {seconds(step)}. {found['binds']} binds: it is busy {share(busy / step)} of it.")
+    screen.print(critical_line(*replay(plan, name)))
+    changes = [(c["change"], seconds(c["step_us"]), f"{c['step_us'] / step - 1:+.1%}") for c in found["one_change"]]
+    if changes:
+        screen.print(table("what one change would make of it", ("change", "step", ""), changes))
     if name == plan.best:
         where = "placement of the count space" if name == SCHEDULE else "schedule"
+        if plan.schedules[name].placement.splits:
+            where = "schedule, with candidates split as it likes,"
         screen.print(f"No {where} takes less than {seconds(plan.lower_bound_us)}.")
+
+
+@app.command()
+def diff(
+    first: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json.")],
+    second: Annotated[Path, typer.Argument(metavar="OTHER", help="Another.")],
+    as_json: JsonFlag = False,
+) -> None:
+    """In what two plans differ."""
+    from stagebreaker.placement.explain import differences
+    from stagebreaker.sim.plan import Plan
+
+    found = differences(Plan.load(first), Plan.load(second))
+    if as_json:
+        print_json([{"what": what, "first": one, "second": other} for what, one, other in found])
+    elif not found:
+        console().print("the plans are alike")
+    else:
+        console().print(table("differences", ("what", str(first), str(second)), found))
 
 
 def main() -> None:

@@ -293,22 +293,11 @@ def _verify_bounded(c: Certificate, region: Region, claimed: CertifiedRegion, sa
     if not region.contains(claimed.best):
         return [*problems, f"{name}: best {_short(claimed.best)} is not a placement of this region"]
     problems += _verify_claim(c, claimed.best, claimed.step_us)
-    near = [p for p in _neighbours(region, claimed.best) if evaluate(c, p) < (c.step_us or 0)]
+    near = [p for p in region.neighbours(claimed.best) if evaluate(c, p) < (c.step_us or 0)]
     problems += [f"{name}: placement {_short(p)} is faster than the winner" for p in near[:1]]
     draw = random.Random(c.workload.seed)
     drawn = [region.placement([draw.randint(0, n) for n in region.most]) for _ in range(samples)]
     return problems + _verify_bounds(c, region, claimed, drawn, samples)
-
-
-def _neighbours(region: Region, best: Placement) -> list[Placement]:
-    """Placements that move one more or one less of one kind."""
-    found = []
-    counts = region.counts(best)
-    for n, (count, most) in enumerate(zip(counts, region.most, strict=True)):
-        for other in (count - 1, count + 1):
-            if 0 <= other <= most:
-                found.append(region.placement((*counts[:n], other, *counts[n + 1 :])))
-    return found
 
 
 def _fitting(c: Certificate, region: Region, listed: list[Placement]) -> list[Placement]:

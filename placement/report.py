@@ -208,6 +208,8 @@ def placement_line(p: Placement, workload: Workload) -> str:
     text += f", training tasks per mini-batch {list(p.train_moved) or [0] * workload.mini_batches}"
     if any(p.ref_moved) or any(p.old_moved):
         text += f", forward-only replays {list(p.ref_moved or p.old_moved)}"
+    if p.splits:
+        text += f"; {len(p.splits)} candidates placed one by one, {sum(len(s.lanes) > 1 for s in p.splits)} in parts"
     return text
 
 

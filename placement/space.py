@@ -82,7 +82,7 @@ class Region:
     def counts(self, p: Placement) -> tuple[int, ...]:
         """The counts of a placement, in the order of ``most``."""
         none = (0,) * self.workload.mini_batches
-        return (p.vae_moved, *p.train_moved, *(p.old_moved or p.ref_moved or none))
+        return (p.vae_moved, *(p.train_moved or none), *(p.old_moved or p.ref_moved or none))
 
     def contains(self, p: Placement) -> bool:
         """Whether ``placements`` lists it."""
@@ -90,6 +90,16 @@ class Region:
         if len(counts) != len(self.most) or any(c > n for c, n in zip(counts, self.most, strict=True)):
             return False
         return self.placement(counts) == p
+
+    def neighbours(self, p: Placement) -> list[Placement]:
+        """Placements that move one more or one less of one kind."""
+        counts = self.counts(p)
+        return [
+            self.placement((*counts[:n], other, *counts[n + 1 :]))
+            for n, (count, most) in enumerate(zip(counts, self.most, strict=True))
+            for other in (count - 1, count + 1)
+            if 0 <= other <= most
+        ]
 
 
 @dataclass(frozen=True)

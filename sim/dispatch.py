@@ -121,6 +121,8 @@ class Dispatch:
         self.serve_after = [assignment.serve_after.get(lane, 0) for lane in lanes]
         self._check()
         self.missing = list(index.needs)
+        self.available_us = [0] * len(index.tasks)
+        """When the last input so far of each task arrived, as the interpreter says."""
         self.done = [False] * len(index.tasks)
         self.position = [0] * len(lanes)
         self.waiting: list[list[int]] = [[] for _ in lanes]
@@ -153,21 +155,23 @@ class Dispatch:
                 self.waiting[self.lane[n]].append(n)
         return self.index.roots
 
-    def complete(self, n: int) -> tuple[list[int], tuple[Transfer, ...]]:
+    def complete(self, n: int, at_us: int) -> tuple[list[int], tuple[Transfer, ...]]:
         """Task ``n`` is done: (tasks now ready, transfers now due in the order of their egress)."""
         route = self.finish(n)
-        return self.arrive(route.at_once), route.transfers
+        return self.arrive(route.at_once, at_us), route.transfers
 
     def finish(self, n: int) -> Route:
         """Task ``n`` is done; the caller sees to it that its results arrive."""
         self.done[n] = True
         return self.index.route(n, self.lane, self.policy_lanes)
 
-    def arrive(self, users: Sequence[int]) -> list[int]:
+    def arrive(self, users: Sequence[int], at_us: int) -> list[int]:
         """One more input of each user is there: tasks now ready. Requests among them wait for their judge."""
         ready = []
-        missing = self.missing
+        missing, available_us = self.missing, self.available_us
         for user in users:
+            if at_us > available_us[user]:
+                available_us[user] = at_us
             missing[user] -= 1
             if not missing[user]:
                 ready.append(user)

@@ -142,8 +142,7 @@ class _Run:
         self.dispatch = Dispatch(index, assignment)
         self.egress_free = [0] * len(index.graph.lanes)
         self.wake: list[simpy.Event | None] = [None] * len(index.graph.lanes)
-        self.available_us = [0] * len(index.tasks)
-        """When the last input so far of each task arrives."""
+        self.available_us = self.dispatch.available_us
         self.batches = [0] * len(index.graph.lanes)
         self.end_us = 0
         self.rows: list[Row] = []
@@ -300,20 +299,17 @@ class _Run:
 
     def _deliver(self, users: tuple[int, ...], at_us: int) -> None:
         """An input of each user arrives at ``at_us``: judges learn of it then, all others may know before."""
-        dispatch, available_us = self.dispatch, self.available_us
+        dispatch = self.dispatch
         if self.judges and at_us > self.now_us:
             later = tuple(user for user in users if self.told_late[user])
             if later:
                 event = Timeout(self.env, at_us - self.now_us)
                 event.callbacks.append(lambda _: self._deliver(later, at_us))
                 users = tuple(user for user in users if not self.told_late[user])
-        for user in users:
-            if at_us > available_us[user]:
-                available_us[user] = at_us
-        for n in dispatch.arrive(users):
+        for n in dispatch.arrive(users, at_us):
             lane = dispatch.lane[n]
             if lane == CONTROL:
-                self._complete(n, available_us[n])
+                self._complete(n, self.available_us[n])
                 continue
             asleep = self.wake[lane]
             if asleep is not None and (dispatch.waiting[lane] or dispatch.next_task(lane) is not None):

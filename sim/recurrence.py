@@ -3,9 +3,8 @@
 A task starts at the latest of the end of the task before it in its lane's queue and its inputs' arrivals. A
 lane is exclusive, so its tasks end in queue order, and in that order their transfers leave its link: the
 link adds one more chain of maxima and sums, never a choice. So the order in which tasks are visited cannot
-matter, which makes this an oracle for the engine and, being linear in tasks and edges, the fast path of a
-search. It does not know served requests, whose order depends on when they arrive, and refuses graphs with
-them.
+matter, which makes this an oracle for the engine and for branch and bound: other code, the same times. It does
+not know served requests, whose order depends on when they arrive, and refuses graphs with them.
 """
 
 from __future__ import annotations

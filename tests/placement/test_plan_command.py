@@ -471,3 +471,13 @@ def test_version_is_one_line(run):
     assert (code, err) == (0, "")
     assert out.startswith("stagebreaker 0.")
     assert len(out.splitlines()) == 1
+
+
+def test_explain_and_diff_speak_json_too(run, folder):
+    code, out, _ = run("explain", folder / "plan/plan.json", "--json")
+    found = json.loads(out)
+    assert (code, found["schedule"]) == (0, Plan.load(folder / "plan/plan.json").best)
+    assert {"step_us", "gpus", "binds", "critical_path_us", "one_change", "memory"} <= set(found)
+    assert run("diff", folder / "plan/plan.json", folder / "plan/plan.json")[1] == "the plans are alike\n"
+    assert json.loads(run("diff", folder / "plan/plan.json", folder / "plan/plan.json", "--json")[1]) == []
+    assert "no such file" in refused(run("diff", folder / "plan/plan.json", "none.json"))

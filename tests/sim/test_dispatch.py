@@ -45,17 +45,18 @@ def test_a_lane_takes_its_queue_in_order_and_only_when_inputs_are_in():
     dispatch.take_task(0)
     assert dispatch.next_task(0) is None
     assert dispatch.finished(0)
-    _, transfers = dispatch.complete(n["generate:0"])
+    _, transfers = dispatch.complete(n["generate:0"], 7)
     for transfer in transfers:
         assert dispatch.next_task(transfer.target) is None
-        dispatch.arrive(transfer.users)
+        dispatch.arrive(transfer.users, 9)
     assert [dispatch.next_task(lane) for lane in range(3)] == [None, n["old_replay:0"], n["vae_decode:0"]]
+    assert [dispatch.available_us[n[task]] for task in ("generate:0", "old_replay:0", "vae_decode:0")] == [0, 9, 9]
 
 
 def test_transfers_leave_by_target_lane_then_data_and_once_per_lane():
     dispatch, n = chain()
     begun(dispatch)
-    _, transfers = dispatch.complete(n["generate:0"])
+    _, transfers = dispatch.complete(n["generate:0"], 7)
     assert [(t.source, t.target, t.data, t.size_bytes) for t in transfers] == [
         (n["generate:0"], 1, "trajectory", 5),
         (n["generate:0"], 2, "latents", 3),
@@ -74,10 +75,10 @@ def test_data_for_the_same_lane_or_the_controller_does_not_travel():
     )
     begun(dispatch)
     dispatch.take_task(0)
-    ready, transfers = dispatch.complete(n["grad_replay:0"])
+    ready, transfers = dispatch.complete(n["grad_replay:0"], 7)
     assert (ready, transfers) == ([n["advantage:0"]], ())
     assert dispatch.next_task(0) is None
-    assert dispatch.complete(n["advantage:0"]) == ([n["fold:0"]], ())
+    assert dispatch.complete(n["advantage:0"], 7) == ([n["fold:0"]], ())
     assert dispatch.next_task(0) == n["fold:0"]
 
 
@@ -90,7 +91,7 @@ def test_both_sign_gradients_are_two_gradients():
         {"grad_replay:0": "b", "fold:0": "a"},
     )
     begun(dispatch)
-    _, (transfer,) = dispatch.complete(n["grad_replay:0"])
+    _, (transfer,) = dispatch.complete(n["grad_replay:0"], 7)
     assert transfer.size_bytes == 14
 
 
@@ -105,7 +106,7 @@ def test_update_sends_the_adapter_to_every_other_lane_with_a_policy():
         {"update:0": "a", "generate:0": "b", "vae_decode:0": "c", "grad_replay:0": "b"},
     )
     begun(dispatch)
-    _, transfers = dispatch.complete(n["update:0"])
+    _, transfers = dispatch.complete(n["update:0"], 7)
     assert [(t.target, t.data, t.size_bytes, t.users) for t in transfers] == [(1, "adapter", 11, (n["grad_replay:0"],))]
 
 
@@ -124,7 +125,7 @@ def test_a_judge_decodes_first_and_replays_last():
     assert dispatch.next_task(1) is None
     for request in dispatch.take_requests(1, "dynamic"):
         dispatch.request_done(1)
-        dispatch.complete(request)
+        dispatch.complete(request, 7)
     assert dispatch.next_task(1) == n["grad_replay:0"]
     assert not dispatch.finished(1)
     dispatch.take_task(1)
