@@ -2,7 +2,7 @@
 
 Each is a pure function of workload, costs and GPU split and states what it relies on; none can exceed the step time of
 a placement in that region, because each drops constraints (queues, transfers, waiting) and keeps only necessary work.
-They assume GPUs of one kind and whole candidates as the unit of training, unless ``StepCosts.divisible``. Where rewards
+They take whole candidates as the unit of training, unless ``StepCosts.divisible``. Where rewards
 select who is trained, only the selected count: what is replayed and then dropped is no necessary work. They say nothing
 about schedules that are not eligible (sim.schedules): rollouts that also train, or train another batch, have other
 chains.
@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stagebreaker.placement.space import Region
-from stagebreaker.profiles.table import Profile
+from stagebreaker.profiles.table import GpuKind, Profile, TaskCost
 from stagebreaker.sim.engine import profiled_us
 from stagebreaker.sim.schedules import owner_of, requests_of
 from stagebreaker.sim.serving import Turn, turns_of
-from stagebreaker.sim.workload import Workload
+from stagebreaker.sim.workload import Cluster, Workload
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,14 @@ class StepCosts:
     gpu_kind: str
     divisible: bool = False
     """A candidate's grad_replay may be split by step; else it is one task."""
+
+    @classmethod
+    def on(cls, workload: Workload, profile: Profile, cluster: Cluster, divisible: bool = False) -> StepCosts:
+        """Costs on a cluster's GPUs; of several kinds the fastest for each task, which nothing can beat."""
+        kinds = tuple(dict.fromkeys(gpu.kind for gpu in cluster.gpus))
+        if len(kinds) > 1:
+            return cls(workload, fastest_of(profile, kinds), FASTEST, divisible)
+        return cls(workload, profile, kinds[0], divisible)
 
     def us(self, kind: str) -> int:
         """One task."""
@@ -115,6 +123,26 @@ class StepCosts:
     def videos(self) -> int:
         """Candidates and anchors."""
         return self.workload.candidates + (self.workload.groups if self.workload.algorithm == "kvpo" else 0)
+
+
+FASTEST = "fastest"
+
+
+def fastest_of(profile: Profile, kinds: Sequence[str]) -> Profile:
+    """A profile of one imaginary kind: each task at each batch size as on the fastest of ``kinds`` that has it.
+
+    Between batch sizes the lesser of two lines lies above the line between their lesser ends, so that interpolating
+    there stays below every kind.
+    """
+    tasks = []
+    for task in dict.fromkeys(cost.kind for cost in profile.tasks):
+        curves = {kind: profile.curve_us(task, kind) for kind in kinds if profile.has(task, kind)}
+        for size in sorted({size for curve in curves.values() for size in curve}):
+            having = [kind for kind, curve in curves.items() if min(curve) <= size <= max(curve)]
+            least = min(profile.duration_us(task, kind, size) for kind in having)
+            tasks.append(TaskCost(kind=task, gpu_kind=FASTEST, batch_size=size, samples_us=(least,)))
+    kind = GpuKind(name=FASTEST, model=" or ".join(kinds))
+    return profile.model_copy(update={"gpu_kinds": (kind,), "tasks": tuple(tasks)})
 
 
 def critical_path_us(region: Region, c: StepCosts) -> int:

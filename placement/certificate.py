@@ -312,7 +312,7 @@ def _verify_bounds(
 ) -> list[str]:
     """The bounds again, and placements drawn at random: none is faster than the best or the bounds."""
     name, problems = _region_name(claimed), []
-    bounds = region_bound(region, StepCosts(c.workload, c.profile, c.cluster.gpus[0].kind))
+    bounds = region_bound(region, StepCosts.on(c.workload, c.profile, c.cluster))
     if bounds != claimed.bounds_us:
         problems.append(f"{name}: the bounds are {bounds}, the certificate says {claimed.bounds_us}")
     for placement in random.Random(c.workload.seed).sample(fitting, min(samples, len(fitting))):

@@ -51,7 +51,7 @@ def coarse_placement(workload: Workload, profile: Profile, cluster: Cluster, spa
     nothing, so with scoring on arrival in the space the result is never worse than ``merged_replay``. Raises
     ``InputError`` if nothing that is tried fits into memory.
     """
-    costs = StepCosts(workload, profile, cluster.gpus[0].kind)
+    costs = StepCosts.on(workload, profile, cluster)
     bounds = sorted((max(region_bound(r, costs).values()), n) for n, r in enumerate(space.regions))
     tried: list[tuple[_Descent, Counts]] = []
     best_us = math.inf

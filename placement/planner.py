@@ -124,7 +124,7 @@ def make_plan(
     best = _worthwhile(fitting, min_gain)
     theirs = {n: step for n, step in best_split.items() if SCHEDULES[n].eligible and not SCHEDULES[n].ours}
     baseline = _fastest(theirs) if theirs else None
-    anything = any_schedule_us(workload, gpus, StepCosts(workload, profile, cluster.gpus[0].kind, divisible=finer))
+    anything = any_schedule_us(workload, gpus, StepCosts.on(workload, profile, cluster, divisible=finer))
     plan = Plan(
         best=best,
         lower_bound_us=result.lower_bound_us if best == SCHEDULE and not finer else anything,

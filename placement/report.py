@@ -158,8 +158,10 @@ def _label(name: str) -> str:
 
 
 def _remarks(plan: Plan) -> list[str]:
-    """Why a schedule is never the best, or not in the table."""
+    """What a reader must know: why a schedule is never the best, or not in the table, and what is not compared."""
     remarks = []
+    if len({gpu.kind for gpu in plan.cluster.gpus}) > 1:
+        remarks.append("GPUs of several kinds: ours moves tasks in uneven shares, the others deal candidates evenly")
     for name, schedule in SCHEDULES.items():
         if (problem := why_not(name, plan.workload)) is not None:
             remarks.append(f"not shown: {problem}")

@@ -1,8 +1,8 @@
 """Search: the best placement of the count space, and what became of every other one.
 
 Small spaces are simulated whole. In larger ones regions with queues in fixed order go through branch and bound
-(``sweep``); SimPy then confirms winner, runner-up and a sample of what was excluded. Other large ones (scoring on
-arrival, or a memory to be kept) are refused by name before anything is simulated. Each placement is simulated,
+(``sweep``); SimPy then confirms winner, runner-up and a sample of what was excluded. Other large ones (a memory to be
+kept, GPUs of several kinds, busy links) are refused by name before anything is simulated. Each placement is simulated,
 evaluated, pruned by a named bound, or counted as over a GPU's memory (``sim.memory``). Ties go to the placement that
 moves least (``Placement.key``), so the same input always gives the same plan.
 """
@@ -176,7 +176,7 @@ def _branch_and_bound(
     tick: Callable[[int], None],
 ) -> dict[Region, RegionResult]:
     """The most promising region first, so that its optimum excludes most of the others."""
-    costs = StepCosts(workload, profile, cluster.gpus[0].kind)
+    costs = StepCosts.on(workload, profile, cluster)
     bounds = {region: region_bound(region, costs) for region in regions}
     best: list[Found] = []
     for r in others:
@@ -254,6 +254,8 @@ class _Simulated:
     @property
     def can_sweep(self) -> bool:
         """Whether branch and bound is valid here (``sweep``)."""
+        if len({gpu.kind for gpu in self._cluster.gpus}) > 1:  # a moved task would have another duration
+            return False
         return not self._memory.limited and (not self._served or is_calm(self._region, self._index, self._costs))
 
     def sweep(self) -> Sweep:
@@ -281,10 +283,7 @@ class _Simulated:
 
 
 def check_space(workload: Workload, cluster: Cluster, profile: Profile, space: Space, method: Method = "auto") -> None:
-    """Raise ``InputError`` for a space of which more than ``LIMIT`` would be simulated, or GPUs of several kinds."""
-    kinds = sorted({gpu.kind for gpu in cluster.gpus})
-    if len(kinds) > 1:
-        raise InputError(f"the cluster mixes GPU kinds {', '.join(kinds)}; plan for GPUs of one kind")
+    """Raise ``InputError`` for a space of which more than ``LIMIT`` would be simulated."""
     if space.size <= LIMIT:
         return
     whole = [r for r in space.regions if not _is_bounded(workload, cluster, profile, space, r, method)]
@@ -322,6 +321,6 @@ def _region(
     tick((simulated + infeasible) % 500)
     if nearest is not None and not best:
         return TooLarge(region, nearest[2], nearest[3])
-    bounds = region_bound(region, StepCosts(workload, profile, cluster.gpus[0].kind))
+    bounds = region_bound(region, StepCosts.on(workload, profile, cluster))
     runner_up = (best[1][0], best[1][2]) if len(best) > 1 else None
     return RegionResult(region, best[0][2], best[0][0], runner_up, simulated, bounds, infeasible)

@@ -1,7 +1,7 @@
 """stagebreaker-profile: measure what every task of a workload costs on this machine.
 
 Without a sub-command it profiles (this needs the engines); ``predict`` works a profile out from FLOPs and bytes for
-hardware that is not at hand; ``compare`` lays two profiles side by side.
+hardware that is not at hand; ``compare`` lays two profiles side by side, ``merge`` puts two kinds of GPU into one.
 """
 
 from __future__ import annotations
@@ -176,6 +176,47 @@ def fit(
 
 def _known(part: float | None) -> str:
     return "anchor" if part is None else f"{100 * part:.0f} %"
+
+
+@app.command()
+def merge(
+    first: Annotated[Path, typer.Argument(metavar="PROFILE", help="A profile.json.")],
+    second: Annotated[Path, typer.Argument(metavar="OTHER", help="One of the same workload on another kind of GPU.")],
+    out: Annotated[Path, typer.Option(help="Where the profile goes.")] = Path("profile.json"),
+    as_json: JsonFlag = False,
+) -> None:
+    """Put profiles of two kinds of GPU into one, for a cluster that has both; the slower link counts."""
+    a, b = Profile.load(first), Profile.load(second)
+    check_file(out)
+    merged = merged_profile(a, b)
+    merged.save(out)
+    if as_json:
+        print_json(summary(merged))
+        return
+    show(merged)
+    console().print(f"wrote {out}")
+
+
+def merged_profile(a: Profile, b: Profile) -> Profile:
+    """Both profiles' GPU kinds. Raises ``InputError`` where they are not of the same workload."""
+    for field in ("workload", "settings", "serving", "dtype", "sizes_bytes", "memory_bytes", "verdicts"):
+        one, other = getattr(a, field), getattr(b, field)
+        if one != other:
+            raise InputError(f"the profiles have {field}={one!r} and {other!r}; merge profiles of one workload")
+    if both := {kind.name for kind in a.gpu_kinds} & {kind.name for kind in b.gpu_kinds}:
+        raise InputError(f"both have GPU kind {', '.join(sorted(both))}; merge profiles of different GPUs")
+    slower = max((a.link, b.link), key=lambda link: link.duration_us(10**9))
+    same = a.provenance == b.provenance
+    return a.model_copy(
+        update={
+            "name": f"{a.name}+{b.name}",
+            "provenance": a.provenance if same else "provisional",
+            "source": f"{a.provenance}: {a.source} {b.provenance}: {b.source}",
+            "gpu_kinds": (*a.gpu_kinds, *b.gpu_kinds),
+            "link": slower,
+            "tasks": (*a.tasks, *b.tasks),
+        }
+    )
 
 
 @app.command()

@@ -127,10 +127,3 @@ def test_a_space_too_large_is_refused_before_anything_is_simulated(monkeypatch):
         search.search(KVPO, Cluster.equal(6, "gpu"), profile_of(), space, method="exhaustive")
     with pytest.raises(InputError, match=message):
         make_plan(KVPO, Cluster.equal(6, "gpu"), profile_of(), method="exhaustive")
-
-
-def test_gpus_of_two_kinds_are_refused_before_anything_is_simulated(monkeypatch):
-    cluster = Cluster(gpus=(*Cluster.equal(2, "slow").gpus, Cluster.equal(3, "fast").gpus[2]))
-    monkeypatch.setattr(search, "step_us", None)
-    with pytest.raises(InputError, match="the cluster mixes GPU kinds fast, slow; plan for GPUs of one kind"):
-        make_plan(workload_of(), cluster, profile_of())
