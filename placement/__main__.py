@@ -103,7 +103,8 @@ def find_profile(source: str | None, workload: str, default: str | None) -> tupl
     name = source or default
     if name is None:
         raise InputError(
-            "no --profile given and ./profile.json is not there or of another workload; run stagebreaker-profile"
+            f"no --profile given and ./profile.json is not there or of another workload; "
+            f"run stagebreaker-profile --workload {workload}"
         )
     folder = resources.files("stagebreaker.profiles.data")
     shipped = sorted(f.name.removesuffix(".json") for f in folder.iterdir() if f.name.endswith(".json"))
