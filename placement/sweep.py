@@ -110,8 +110,9 @@ def is_calm(region: Region, index: GraphIndex, costs: Costs) -> bool:
     """
     tasks = index.graph.tasks
     sizes = {data: size for users in index.users for _, data, size in users if data}
-    latents, trajectory, frames = (costs.transfer_us(sizes.get(d, 0)) for d in ("latents", "trajectory", "frames"))
-    sent = (latents + trajectory, frames * region.rewards)
+    kinds = ("embeddings", "latents", "trajectory", "frames")
+    embeddings, latents, trajectory, frames = (costs.transfer_us(sizes.get(kind, 0)) for kind in kinds)
+    sent = (embeddings * region.actors + latents + trajectory, frames * region.rewards)
     between = (t for t in tasks if t.kind in ("generate", "vae_decode", "old_replay", "ref_replay", "grad_replay"))
     return max(sent) <= min(costs.task_us(task, 0) for task in between)
 
