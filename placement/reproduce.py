@@ -1,8 +1,7 @@
 """Reproduces the published results from the fitted profiles: every row of Figures 3, 9 and 16.
 
 All rows of Figures 9 and 16 were used in the fit, so agreement with them is in-sample; Figure 3 was not. For the rows
-about the paper's placements the count space is searched at 4+2 GPUs with gathered scoring, coarse to fine. That finds
-the best of a neighbourhood, not a certified optimum; tests compare it with the exhaustive search where that is quick.
+about the paper's placements the count space at 4+2 GPUs with gathered scoring is searched by branch and bound.
 """
 
 from __future__ import annotations
@@ -10,15 +9,13 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable, Mapping, Sequence
-from itertools import product
 from pathlib import Path
 
-from stagebreaker.placement.space import SCHEDULE, Region
+from stagebreaker.placement.search import search
+from stagebreaker.placement.space import SCHEDULE, Space
 from stagebreaker.profiles.document import write_atomic
 from stagebreaker.profiles.table import Profile
 from stagebreaker.sim.dataflow import StepGraph
-from stagebreaker.sim.dispatch import GraphIndex
-from stagebreaker.sim.engine import Costs, step_us
 from stagebreaker.sim.fit import tolerance
 from stagebreaker.sim.plan import Placement
 from stagebreaker.sim.published import (
@@ -34,7 +31,7 @@ from stagebreaker.sim.published import (
     shipped_profile,
     steps_of,
 )
-from stagebreaker.sim.schedules import Assigner, build_graph
+from stagebreaker.sim.schedules import build_graph
 from stagebreaker.sim.workload import Cluster
 
 Row = dict[str, str | float | bool]
@@ -125,58 +122,9 @@ def is_reproduced(row: Published, low: float, high: float) -> bool:
     return low >= row.low - tolerance(row.id, row.low) and high <= row.high + tolerance(row.id, row.high)
 
 
-# -- search ----------------------------------------------------------------------------------------------------
-
-Counts = tuple[int, ...]
-"""Decodes moved, then per mini-batch training tasks moved, then, where there are any, reference replays moved."""
-
-
 def best_placement(case: Case, profile: Profile) -> Placement:
-    """The best placement of the paper's space that a coarse grid and steps downhill from its best points find."""
+    """The best placement of the paper's space (4+2 GPUs, one gathered batch per judge), by branch and bound."""
     workload = case.workload(SCHEDULE)
-    region = Region(workload, ACTORS, REWARDS, "one_batch")
     cluster = Cluster.equal(ACTORS + REWARDS, profile.gpu_kinds[0].name)
-    base = region.base()
-    graph = build_graph(workload, base)
-    index, assign = GraphIndex(graph, profile), Assigner(workload, base, graph)
-    costs = Costs(graph, profile, cluster, workload.trained_steps)
-    sizes = [len(workload.mini_batch_members(m)) for m in range(workload.mini_batches)]
-    limits = (workload.candidates, *sizes, *(n for n in region.forward_only if n))
-    known: dict[Counts, tuple[int, tuple[object, ...]]] = {}
-
-    def placement(counts: Counts) -> Placement:
-        train, ref = counts[1 : 1 + len(sizes)], counts[1 + len(sizes) :]
-        return base.model_copy(update={"vae_moved": counts[0], "train_moved": train, "ref_moved": ref})
-
-    def cost(counts: Counts) -> tuple[int, tuple[object, ...]]:
-        if counts not in known:
-            chosen = placement(counts)
-            known[counts] = (step_us(index, assign(chosen), costs), chosen.key())
-        return known[counts]
-
-    grid = [range(0, limit + 1, ACTORS if axis == 0 else max(2, limit // 3)) for axis, limit in enumerate(limits)]
-    starts = sorted(product(*grid), key=cost)[:3]
-    return placement(min((_downhill(start, limits, cost) for start in starts), key=cost))
-
-
-def _downhill(at: Counts, limits: Counts, cost: Callable[[Counts], tuple[int, tuple[object, ...]]]) -> Counts:
-    """To the best neighbour, one or two counts changed by one or two, until there is no better one."""
-    while True:
-        near = [at, *(n for n in _neighbours(at) if all(0 <= c <= top for c, top in zip(n, limits, strict=True)))]
-        best = min(near, key=cost)
-        if best == at:
-            return at
-        at = best
-
-
-def _neighbours(at: Counts) -> list[Counts]:
-    found = []
-    for i in range(len(at)):
-        for j in range(i, len(at)):
-            for d, e in product((-2, -1, 1, 2), repeat=2):
-                if i != j or d == e:
-                    moved = list(at)
-                    moved[i] += d
-                    moved[j] += e if i != j else 0
-                    found.append(tuple(moved))
-    return found
+    space = Space.of(workload, ACTORS + REWARDS, (ACTORS, REWARDS), ("one_batch",))
+    return search(workload, cluster, profile, space, method="bound").best.best

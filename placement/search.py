@@ -292,7 +292,7 @@ def check_space(workload: Workload, cluster: Cluster, profile: Profile, space: S
         how = "narrow it with --actors and --rewards, fewer candidates or mini-batches"
         if method == "exhaustive":
             how += ", or leave --search out"
-        elif len(whole) and profile.memory_bytes:
+        elif profile.memory_bytes:
             how += ", or leave the cluster's memory_bytes out"
         raise InputError(
             f"{count} of the space's {space.size} placements would be simulated, the limit is {LIMIT}; {how}"

@@ -79,12 +79,12 @@ def test_what_counts_as_reproduced():
 
 @pytest.mark.parametrize("pair", ["dancegrpo-urflex", "dancegrpo-vrt"])
 @pytest.mark.parametrize("profile", ["fitted", "provisional"])
-def test_coarse_to_fine_finds_what_the_exhaustive_search_finds(pair, profile):
+def test_branch_and_bound_finds_what_the_exhaustive_search_finds(pair, profile):
     case, costs = Case(pair, 12), shipped_profile(f"{profile}-{pair}")
     cluster = Cluster.equal(ACTORS + REWARDS, costs.gpu_kinds[0].name)
     workload = case.workload("stagebreaker")
     space = Space.of(workload, ACTORS + REWARDS, (ACTORS, REWARDS), ("one_batch",))
-    best = search(workload, cluster, costs, space).best
+    best = search(workload, cluster, costs, space, method="exhaustive").best
     found = best_placement(case, costs)
     assert (step_of(case, found, costs).makespan_us, found.key()) == (best.step_us, best.best.key())
 
